@@ -30,8 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_codec import DTYPES, pages_of
 from hicache_ext import native
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.page.transforms.lossless import LosslessCodec
-from hicache_ext.page.transforms.paying import PayingCodec
+from hicache_ext.page.transforms.codec import Codec, Paying
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
@@ -45,7 +44,7 @@ _WARM = 6
 """Rounds that are not counted: ``auto`` learns from them."""
 
 
-class _Never(PayingCodec):
+class _Never(Paying):
     """``auto`` that encodes nothing: it looks for pages in every form, as ``auto`` does."""
 
     def seconds_per_byte(self) -> None:
@@ -84,8 +83,8 @@ class Arm:
         store = ability(self.store, TransformedStore)
         assert store is not None
         pages: Any = store.forms(self._identity)[-1].codec
-        measured, per_byte = pages._measured, self.codec.seconds_per_byte()
-        return float(measured.saved * per_byte * self.codec.threads / measured.seconds)
+        measured, paying = pages.measured, self.codec.paying
+        return float(measured.saved * paying.seconds_per_byte() * paying.threads / measured.seconds)
 
 
 def break_even(speeds: Sequence[float], gains: Sequence[float]) -> float | None:
@@ -175,7 +174,8 @@ def _wait_for(host: str, port: int) -> None:
 
 
 def _codecs() -> list[tuple[str, Any]]:
-    return [("plain", _Never(LosslessCodec())), ("lossless", LosslessCodec()), ("auto", PayingCodec(LosslessCodec()))]
+    ways: dict[str, Paying | None] = {"plain": _Never(), "lossless": None, "auto": Paying()}
+    return [(name, Codec("lossless", paying)) for name, paying in ways.items()]
 
 
 def _arm(name: str, url: str, codec: Any, contents: Sequence[bytes], dtype: str) -> Arm:

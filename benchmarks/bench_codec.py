@@ -17,10 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hicache_ext.page.transforms.codec import LOSSY_CODECS
-from hicache_ext.page.transforms.lossless import LosslessCodec
-from hicache_ext.page.transforms.lossy import LossyCodec, lossy_fact
-from hicache_ext.page.transforms.numbers import Code
+from hicache_ext.page.transforms.codec import Codec, lossy_fact
+from hicache_ext.page.transforms.header import LOSSY_CODECS
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -61,9 +59,7 @@ def seconds_of(work: Callable[[int], object], count: int) -> float:
 def row(name: str, dtype: str, head: int, contents: Sequence[bytes]) -> str:
     size = len(contents[0])
     pool = {"dtype": dtype, "kind": "MHATokenToKVPoolHost", "geometry": {"head_dim": str(head)}}
-    codec = (LosslessCodec() if name == "lossless" else LossyCodec(Code(name))).for_pages(
-        {"model": {"compute": lossy_fact("", LOSSY_CODECS)}, "pool": pool}, size
-    )
+    codec = Codec(name).for_pages({"model": {"compute": lossy_fact("", LOSSY_CODECS)}, "pool": pool}, size)
     assert codec is not None
     memory, page = memoryview(bytearray(codec.rooms[-1])), memoryview(bytearray(size))
     encoded, rooms = [], []

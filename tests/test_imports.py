@@ -35,7 +35,7 @@ print(json.dumps({name: len(Path(module.__file__).read_text().splitlines()) for 
 OFF = (
     *("bench", "cli", "doctor", "pd", "plan", "config.render"),
     *("kernels.batched_dma", "kernels.calibration", "kernels.triton_engine"),
-    *("page.recording", "page.transforms.body", "page.transforms.lossless", "page.transforms.lossy"),
+    *("page.recording", "page.transforms.body", "page.transforms.codec"),
     *(
         "page.transforms.numbers",
         "storage.contract.tenancy",

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page.pack import (
-    FOOTER_END_LENGTH,
     HASH_BYTES,
     LARGEST_PAGE,
     MOST_PAGES,
@@ -22,7 +21,6 @@ from hicache_ext.page.pack import (
     Tombstone,
     decode_footer,
     encode_footer,
-    footer_length,
     gather_pages,
     milliseconds_of,
     new_id,
@@ -119,7 +117,6 @@ def test_ids_rise_with_time_and_after_another_one() -> None:
 def test_a_footer_has_the_whole_keys(count: int, page_bytes: int) -> None:
     keys = keys_of(count)
     footer = encode_footer(keys, page_bytes)
-    assert footer_length(footer[-FOOTER_END_LENGTH:]) == len(footer)
     assert decode_footer(footer) == (keys, page_bytes)
     assert pack_length(count, page_bytes) == count * page_bytes + len(footer)
 

@@ -38,7 +38,7 @@ from hicache_ext.config.values import (
     whole_number,
 )
 from hicache_ext.errors import ConfigError
-from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.page.transforms.header import LOSSY_CODECS
 from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, MOST_TENANTS, Tenant
 
 BACKEND_NAME = "hicache_ext"

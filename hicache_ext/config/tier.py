@@ -18,7 +18,6 @@ from hicache_ext.config.secrets import SealConfig
 from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_word, parse_size
 from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
 from hicache_ext.packages import need
-from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.storage.contract.registry import tier_type, tier_type_names
 
@@ -109,7 +108,7 @@ class TierConfig(ConfigModel):
     """Whether its pages are reached over the network. Then it is shared, and the guards take it for slow."""
 
     carries_hints: ClassVar[bool] = False
-    """Whether its store is a board for the hints between decode and prefill nodes (contract/hint_board.py)."""
+    """Whether its store is a board for the hints between decode and prefill nodes (contract/abilities.py)."""
 
     lists_pages: ClassVar[bool] = False
     """Whether its store can tell cheaply which pages it holds (contract/abilities.py), so that events can."""
@@ -188,15 +187,9 @@ class TierConfig(ConfigModel):
             need("zstandard")
         except MissingPackageError as error:
             raise ConfigError(key, str(error)) from None
-        from hicache_ext.page.transforms.lossless import LosslessCodec
-        from hicache_ext.page.transforms.paying import PayingCodec
+        from hicache_ext.page.transforms.codec import Codec, Paying
 
-        if self.codec in LOSSY_CODECS:
-            from hicache_ext.page.transforms.lossy import LossyCodec
-            from hicache_ext.page.transforms.numbers import Code
-
-            return LossyCodec(Code(self.codec))
-        return PayingCodec(LosslessCodec()) if self.codec == "auto" else LosslessCodec()
+        return Codec("lossless", Paying()) if self.codec == "auto" else Codec(self.codec)
 
     def transformed(self, name: str, store: PageStore) -> PageStore:
         """The store of ``tiers.<name>`` with what is done to its pages around it. Raises ConfigError."""

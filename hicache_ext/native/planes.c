@@ -1,5 +1,5 @@
 /* Pages in another form: the two planes of their numbers (page/transforms/numbers.py, which says which bit goes where),
- * and their rows as codes of 8 bits. tests/page/in_numpy.py makes the same with numpy, and says why.
+ * and their rows as codes of 8 bits. It makes the same with numpy, too.
  *
  * Everything may lie at any address. Arithmetic is that of float32, step by step (-ffp-contract=off, no -ffast-math).
  * All bits are allowed in what is read. The caller owns the memory, alone while the call lasts, and sees to it that its
@@ -89,7 +89,7 @@ WIDE PUBLIC int64_t hicache_join(const struct join *call)
 enum { BFLOAT16, FLOAT16, FLOAT32 }; /* Of a page's numbers. */
 enum { INT8, FP8 };                  /* Of the codes. */
 
-/* Bits of float32; most have the same names in tests/page/in_numpy.py, which says why. */
+/* Bits of float32; most have the same names in numbers.py, which says why. */
 #define MAGNITUDE UINT32_C(0x7FFFFFFF)
 #define TOO_LARGE UINT32_C(0x71800000)
 #define TOO_SMALL UINT32_C(0x0D800000)

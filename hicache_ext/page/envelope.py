@@ -35,7 +35,7 @@ PAGE_HASH_LENGTH = 32
 KEY_LENGTH = IDENTITY_LENGTH + PAGE_HASH_LENGTH
 
 FLAG_PAYLOAD_CHECKSUM = 1
-"""The payload checksum is present. A reader that asks for checksums refuses a page without it."""
+"""The payload checksum is present. Pages without it are refused."""
 
 # magic, version, flags, header_length, identity, page_hash, payload_length, payload_checksum, created_ms, reserved
 _FIELDS = struct.Struct("<8sHHI16s32sQ16sQ16s")
@@ -46,7 +46,7 @@ _HEADER_CHECKSUM = struct.Struct("<16s")
 _FIELDS_BEFORE_CHECKSUM = FIELDS_LENGTH - _HEADER_CHECKSUM.size
 assert _FIELDS.size == _FIELDS_BEFORE_CHECKSUM
 
-_NO_CHECKSUM = _RESERVED = bytes(16)
+_RESERVED = bytes(16)
 
 Buffer = bytes | bytearray | memoryview
 Segments = Sequence[memoryview]
@@ -78,7 +78,7 @@ def payload_checksum(segments: Segments) -> bytes:
     return state.digest()
 
 
-def encode_header(key: bytes, segments: Segments, *, checksum: bool = True, created_ms: int | None = None) -> bytes:
+def encode_header(key: bytes, segments: Segments, *, created_ms: int | None = None) -> bytes:
     """The header, 128 bytes, of the page ``key`` (identity digest + page hash, 48 bytes) whose payload is ``segments``.
 
     Raises ValueError on another key, a programming error.
@@ -89,12 +89,12 @@ def encode_header(key: bytes, segments: Segments, *, checksum: bool = True, crea
     fields = _FIELDS.pack(
         MAGIC,
         FORMAT_VERSION,
-        FLAG_PAYLOAD_CHECKSUM if checksum else 0,
+        FLAG_PAYLOAD_CHECKSUM,
         FIELDS_LENGTH,
         key[:IDENTITY_LENGTH],
         key[IDENTITY_LENGTH:],
         payload_length,
-        payload_checksum(segments) if checksum else _NO_CHECKSUM,
+        payload_checksum(segments),
         int(time.time() * 1000) if created_ms is None else created_ms,
         _RESERVED,
     )
@@ -148,7 +148,7 @@ def _sealed(key: bytes, payload_length: int, segments: Segments) -> bytes:
     return PAGE_START + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
 
 
-def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum: bool = True) -> str | None:
+def reason_to_refuse(header: Buffer, key: bytes, segments: Segments) -> str | None:
     """Why what was just read is not the page ``key``; None when it is.
 
     ``header``: all bytes read in front of the payload; ``segments``: the memory the payload was read into.
@@ -157,7 +157,7 @@ def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum
     """
     payload_length = sum([segment.nbytes for segment in segments])
     # The fast path for a good page with a header of 128 bytes: one comparison, checksum included.
-    if checksum and len(header) == FIELDS_LENGTH:
+    if len(header) == FIELDS_LENGTH:
         fields = bytes(header)
         of_fields = xxhash.xxh3_128_digest(fields[:_FIELDS_BEFORE_CHECKSUM])
         is_good = fields.startswith(_sealed(key, payload_length, segments))
@@ -175,9 +175,6 @@ def reason_to_refuse(header: Buffer, key: bytes, segments: Segments, *, checksum
         return "page_hash"
     if envelope.payload_length != payload_length:
         return "payload_length"
-    if checksum:
-        if envelope.payload_checksum is None:
-            return "no_checksum"
-        if envelope.payload_checksum != payload_checksum(segments):
-            return "checksum"
-    return None
+    if envelope.payload_checksum is None:
+        return "no_checksum"
+    return None if envelope.payload_checksum == payload_checksum(segments) else "checksum"

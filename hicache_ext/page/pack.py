@@ -210,27 +210,20 @@ def encode_footer(keys: Sequence[bytes], page_bytes: int) -> bytes:
     return fields + xxhash.xxh3_128_digest(fields)
 
 
-def footer_length(end: bytes | memoryview) -> int:
-    """Bytes of the footer that ends with these ``FOOTER_END_LENGTH`` bytes. Raises FormatError."""
-    if len(end) != FOOTER_END_LENGTH:
-        raise FormatError("short_footer", f"{len(end)} bytes")
-    magic, version, _, count, _, _, _ = _FOOTER_END.unpack_from(end)
+def decode_footer(footer: bytes | memoryview) -> tuple[list[bytes], int]:
+    """The keys of the pages of a pack, in order, and the bytes of a page. Raises FormatError."""
+    whole, length = bytes(footer), envelope.PAGE_HASH_LENGTH
+    if len(whole) < FOOTER_END_LENGTH:
+        raise FormatError("short_footer", f"{len(whole)} bytes")
+    magic, version, _, count, page_bytes, identity, _ = _FOOTER_END.unpack_from(whole, len(whole) - FOOTER_END_LENGTH)
     if magic != MAGIC:
         raise FormatError("magic")
     if version != FORMAT_VERSION:
         raise FormatError("version", f"version {version}, this reader knows {FORMAT_VERSION}")
     if not 1 <= count <= MOST_PAGES:
         raise FormatError("count", str(count))
-    return int(count) * envelope.PAGE_HASH_LENGTH + FOOTER_END_LENGTH
-
-
-def decode_footer(footer: bytes | memoryview) -> tuple[list[bytes], int]:
-    """The keys of the pages of a pack, in order, and the bytes of a page. Raises FormatError."""
-    whole = bytes(footer)
-    if len(whole) != footer_length(whole[-FOOTER_END_LENGTH:]):
+    if len(whole) != count * length + FOOTER_END_LENGTH:
         raise FormatError("short_footer", f"{len(whole)} bytes")
     if whole[-_CHECKSUM_LENGTH:] != xxhash.xxh3_128_digest(whole[:-_CHECKSUM_LENGTH]):
         raise FormatError("footer_checksum")
-    _, _, _, count, page_bytes, identity, _ = _FOOTER_END.unpack_from(whole, len(whole) - FOOTER_END_LENGTH)
-    length = envelope.PAGE_HASH_LENGTH
     return [identity + whole[number * length : (number + 1) * length] for number in range(count)], page_bytes

@@ -15,9 +15,10 @@ from hicache_ext.page import envelope
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
 
-def encode_object(key: bytes, segments: Sequence[memoryview]) -> memoryview:
-    """The page object of the page ``key``, in memory of its own."""
-    whole = np.empty(HEADER_LENGTH + sum([segment.nbytes for segment in segments]), np.uint8).data
+def encode_object(key: bytes, segments: Sequence[memoryview], whole: memoryview | None = None) -> memoryview:
+    """The page object of the page ``key``: in ``whole``, which has as many bytes, or in memory of its own."""
+    if whole is None:
+        whole = np.empty(HEADER_LENGTH + sum([segment.nbytes for segment in segments]), np.uint8).data
     gather(segments, whole[HEADER_LENGTH:])
     # The checksum is of the copy: should the page change meanwhile, the object is still one that can be trusted.
     whole[:HEADER_LENGTH] = envelope.encode_header(key, [whole[HEADER_LENGTH:]])

@@ -18,10 +18,9 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_arguments import unicode_text
 from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
 from hicache_ext.sglang.used_names import EVENTS, check_installed, features_off
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
+from hicache_ext.storage.contract.abilities import HintBoard, board_among
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
 from hicache_ext.storage.serving.hints import HintReceiver, HintSender
-from hicache_ext.storage.serving.hints import longest as longest_hint
 from hicache_ext.storage.tiering.observers import begin_recording
 from hicache_ext.storage.tiering.recording import Recorder
 from hicache_ext.storage.tiering.reload import ReloadableStore
@@ -38,13 +37,6 @@ _MOST_KEYS = 2048
 """Keys looked up at once."""
 _INTERVAL = 0.5
 """Seconds between two looks of a prefill node for hints."""
-_MOST_PAGES = 2048
-"""Pages that one hint names, 32 bytes each, from the first page of the conversation on."""
-_KEPT = 256
-"""Hints that the pool keeps; the oldest go first."""
-_LIFETIME = 60.0
-"""Seconds after which a hint is ignored; the nodes' clocks must agree better than this."""
-_LIMITS = BoardLimits(_KEPT, longest_hint(_MOST_PAGES), _LIFETIME)
 
 
 def hint_receiver(config: HicacheExtConfig, pools: ServedPools, store: Callable[[], ReloadableStore]) -> HintReceiver:
@@ -57,7 +49,7 @@ def hint_receiver(config: HicacheExtConfig, pools: ServedPools, store: Callable[
         return bring_inward(pools, store(), page_hashes)
 
     board = _board(config, config.retrieve_locations, store)
-    return HintReceiver(board, fetch, lambda: _scope(pools), _LIMITS, _MOST_PAGES, _INTERVAL)
+    return HintReceiver(board, fetch, lambda: _scope(pools), _INTERVAL)
 
 
 def bring_inward(pools: ServedPools, store: ReloadableStore, page_hashes: Sequence[bytes]) -> Counter[str]:
@@ -89,7 +81,7 @@ def hint_sender(
         return min((store().count_leading_in_pool(keys) for keys in parts), default=0)
 
     board = _board(config, config.store_locations, store)
-    return HintSender(board, lambda: _scope(pools) or b"", _LIMITS, _MOST_PAGES, metrics, in_pool)
+    return HintSender(board, lambda: _scope(pools) or b"", metrics, in_pool)
 
 
 def _board(

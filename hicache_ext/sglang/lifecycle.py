@@ -21,7 +21,7 @@ from hicache_ext.config import HicacheExtConfig, load_config, read_document
 from hicache_ext.config.problems import listed
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics, make_selector
-from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.page.transforms.header import LOSSY_CODECS
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
@@ -99,7 +99,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         # What a lossy tier gives back, and all that is computed from it, belongs to other identities.
         facts = self._facts
         if configured.lossy_codecs:
-            from hicache_ext.page.transforms.lossy import lossy_fact
+            from hicache_ext.page.transforms.codec import lossy_fact
 
             facts = replace(facts, compute=lossy_fact(facts.compute, configured.lossy_codecs))
         self.served = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)

@@ -171,10 +171,10 @@ class ServedPools:
             self.bound[name] = bound = self._under_model(name, pages, described, shards)
             identified = self.identified
         for codec in sorted(self._config.lossy_codecs):
-            from hicache_ext.page.transforms.lossy import rows_of
-            from hicache_ext.page.transforms.numbers import Code, Rows
+            from hicache_ext.page.transforms.codec import rows_of
+            from hicache_ext.page.transforms.numbers import Rows
 
-            rows = rows_of(bound.identities[0].document(), Code(codec))
+            rows = rows_of(bound.identities[0].document(), codec)
             how = f"in codes of 8 bits, a scale for {rows.length} numbers" if isinstance(rows, Rows) else rows
             logger.info("hicache_ext: pool %s with codec %s: %s", name, codec, how)
         if identified:

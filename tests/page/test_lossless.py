@@ -13,8 +13,8 @@ import pytest
 
 from hicache_ext import native
 from hicache_ext.errors import FormatError, MissingPackageError
-from hicache_ext.page.transforms import lossless
-from hicache_ext.page.transforms.lossless import LosslessCodec, rooms_of
+from hicache_ext.page.transforms import codec
+from hicache_ext.page.transforms.codec import Codec, PageCodec
 from tests.page.damages import damaged_in_one_way
 
 zstandard = pytest.importorskip("zstandard")
@@ -60,7 +60,7 @@ def page_of(dtype: str, size: int = SIZE, seed: int = 0) -> bytes:
     return np.clip(numbers * 30, -127, 127).astype(np.int8).tobytes()
 
 
-def _encoded(pages: lossless.LosslessPages, content: bytes) -> bytes | None:
+def _encoded(pages: PageCodec, content: bytes) -> bytes | None:
     memory = bytearray(pages.rooms[-1])
     length = pages.encode(memoryview(content), memoryview(memory))
     return bytes(memory[:length]) or None
@@ -69,7 +69,7 @@ def _encoded(pages: lossless.LosslessPages, content: bytes) -> bytes | None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_come_back_to_the_bit_and_take_fewer_bytes(dtype: str) -> None:
     content = page_of(dtype)
-    pages = LosslessCodec().for_pages(_document(dtype), len(content))
+    pages = Codec("lossless").for_pages(_document(dtype), len(content))
     encoded = _encoded(pages, content)
     assert encoded is not None and len(content) / len(encoded) >= DTYPES[dtype]
     room = min(room for room in pages.rooms if room >= len(encoded))
@@ -81,7 +81,7 @@ def test_pages_come_back_to_the_bit_and_take_fewer_bytes(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_core_and_numpy_give_equal_bytes(dtype: str, monkeypatch) -> None:
     content = page_of(dtype, 64 << 10)
-    pages = LosslessCodec().for_pages(_document(dtype), len(content))
+    pages = Codec("lossless").for_pages(_document(dtype), len(content))
     assert native.core() is not None
     encoded = _encoded(pages, content)
     monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
@@ -95,17 +95,17 @@ def test_the_core_and_numpy_give_equal_bytes(dtype: str, monkeypatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_page_that_does_not_shrink_is_not_encoded(dtype: str) -> None:
     content = random.Random(1).randbytes(SIZE)
-    assert _encoded(LosslessCodec().for_pages(_document(dtype), SIZE), content) is None
+    assert _encoded(Codec("lossless").for_pages(_document(dtype), SIZE), content) is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 512, 1024])
 def test_pages_that_are_too_small_are_stored_as_they_are(size: int) -> None:
-    assert LosslessCodec().for_pages(_document("bfloat16"), size) is None
+    assert Codec("lossless").for_pages(_document("bfloat16"), size) is None
 
 
 def test_a_page_that_is_no_whole_number_of_its_numbers_is_encoded_as_bytes() -> None:
     content = page_of("bfloat16", 65_536)[:-1]
-    pages = LosslessCodec().for_pages(_document("bfloat16"), len(content))
+    pages = Codec("lossless").for_pages(_document("bfloat16"), len(content))
     content = bytes(len(content))
     encoded, decoded = _encoded(pages, content), bytearray(b"x" * len(content))
     pages.decode(memoryview(encoded), memoryview(decoded))
@@ -113,15 +113,15 @@ def test_a_page_that_is_no_whole_number_of_its_numbers_is_encoded_as_bytes() -> 
 
 
 @pytest.mark.parametrize("size", [2048, 32 << 10, 737_280, 4 << 20])
-@pytest.mark.parametrize("parts", lossless._ROOMS.values(), ids=lossless._ROOMS)
-def test_rooms_are_few_and_each_is_less_than_a_page(size: int, parts: tuple[int, ...]) -> None:
-    rooms = rooms_of(size, parts)
+@pytest.mark.parametrize("dtype", codec._ROOMS)
+def test_rooms_are_few_and_each_is_less_than_a_page(size: int, dtype: str) -> None:
+    rooms = Codec("lossless").for_pages(_document(dtype), size).rooms
     assert 1 <= len(rooms) <= 4 and list(rooms) == sorted(set(rooms)) and rooms[-1] < size
 
 
 def test_the_page_may_lie_at_any_address() -> None:
     content = page_of("bfloat16", 64 << 10)
-    pages = LosslessCodec().for_pages(_document("bfloat16"), len(content))
+    pages = Codec("lossless").for_pages(_document("bfloat16"), len(content))
     behind, target = memoryview(b"x" + content)[1:], memoryview(bytearray(pages.rooms[-1] + 1))[1:]
     length = pages.encode(behind, target)
     decoded = memoryview(bytearray(len(content) + 1))[1:]
@@ -143,7 +143,7 @@ def _damages(encoded: bytes, random_: random.Random) -> bytes:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "uint8"])
 def test_damaged_bytes_are_an_error_or_some_page_and_never_touch_what_is_beside(dtype: str) -> None:
     content = page_of(dtype, 16 << 10)
-    pages = LosslessCodec().for_pages(_document(dtype), len(content))
+    pages = Codec("lossless").for_pages(_document(dtype), len(content))
     encoded = _encoded(pages, content)
     random_ = random.Random(0)
     memory = bytearray(b"\xa5" * (len(content) + 128))
@@ -158,14 +158,14 @@ def test_damaged_bytes_are_an_error_or_some_page_and_never_touch_what_is_beside(
     assert len(reasons) > 400 and set(reasons) == {"encoding", "encoded_length"}
 
 
-def _with_frame(pages: lossless.LosslessPages, frame: bytes) -> bytes:
-    head = lossless._HEAD.pack(pages._method, 1, 0, len(frame))
+def _with_frame(pages: PageCodec, frame: bytes) -> bytes:
+    head = codec._HEAD.pack(pages._method, 1, 0, len(frame))
     return head + bytes(pages._rest) + frame
 
 
 @pytest.mark.parametrize("said", [None, 1 << 40, 1 << 29, 8192 + 1, 8192 - 1, 0])
 def test_a_frame_that_says_another_size_costs_no_memory(said: int | None) -> None:
-    pages = LosslessCodec().for_pages(_document("bfloat16"), 16 << 10)
+    pages = Codec("lossless").for_pages(_document("bfloat16"), 16 << 10)
     if said is None:
         frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(8192))
     else:
@@ -182,7 +182,7 @@ def test_a_frame_that_says_another_size_costs_no_memory(said: int | None) -> Non
 
 def test_a_frame_of_a_bomb_is_an_error() -> None:
     """Zeros become next to nothing: a frame of a few bytes may hold gigabytes."""
-    pages = LosslessCodec().for_pages(_document("bfloat16"), 16 << 10)
+    pages = Codec("lossless").for_pages(_document("bfloat16"), 16 << 10)
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     with pytest.raises(FormatError):
         pages.decode(memoryview(_with_frame(pages, bomb)), memoryview(bytearray(16 << 10)))
@@ -190,7 +190,7 @@ def test_a_frame_of_a_bomb_is_an_error() -> None:
 
 @pytest.mark.parametrize("other", ["a second frame", "a skippable frame", "bytes behind"])
 def test_more_than_one_frame_is_an_error(other: str) -> None:
-    pages = LosslessCodec().for_pages(_document("bfloat16"), 16 << 10)
+    pages = Codec("lossless").for_pages(_document("bfloat16"), 16 << 10)
     frame = zstandard.ZstdCompressor().compress(bytes(8192))
     pages.decode(memoryview(_with_frame(pages, frame)), memoryview(bytearray(16 << 10)))
     skippable = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"
@@ -202,7 +202,7 @@ def test_more_than_one_frame_is_an_error(other: str) -> None:
 @pytest.mark.parametrize(("position", "value"), [(0, 8), (0, 1), (1, 2), (2, 1), (3, 1)])
 def test_another_method_or_version_is_an_error(position: int, value: int) -> None:
     content = page_of("bfloat16", 16 << 10)
-    pages = LosslessCodec().for_pages(_document("bfloat16"), len(content))
+    pages = Codec("lossless").for_pages(_document("bfloat16"), len(content))
     encoded = bytearray(_encoded(pages, content))
     encoded[position] = value
     with pytest.raises(FormatError, match="encoding"):
@@ -212,10 +212,10 @@ def test_another_method_or_version_is_an_error(position: int, value: int) -> Non
 def test_without_its_package_it_says_which_extra_brings_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(MissingPackageError, match="pip install zstandard"):
-        LosslessCodec()
+        Codec("lossless")
 
 
 @pytest.mark.parametrize("document", [{}, {"pool": {}}, {"pool": None}, {"pool": {"dtype": None}}], ids=repr)
 def test_pages_of_an_unknown_dtype_are_coded_as_bytes(document: dict[str, Any]) -> None:
-    pages = LosslessCodec().for_pages(document, 1 << 16)
-    assert pages is not None and pages.rooms == rooms_of(1 << 16, (80, 96, 112, 120))
+    pages = Codec("lossless").for_pages(document, 1 << 16)
+    assert pages is not None and pages.rooms == (40_960, 49_152, 57_344, 61_440)

@@ -12,17 +12,16 @@ import pytest
 
 from hicache_ext import native
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms import lossy, numbers
-from hicache_ext.page.transforms.codec import LOSSY_CODECS
-from hicache_ext.page.transforms.lossless import LosslessPages
-from hicache_ext.page.transforms.lossy import LossyCodec, LossyPages, lossy_fact
-from hicache_ext.page.transforms.numbers import Code
+from hicache_ext.page.transforms import codec, numbers
+from hicache_ext.page.transforms.codec import Codec, PageCodec, lossy_fact
+from hicache_ext.page.transforms.header import CODEC_NUMBERS, LOSSY_CODECS
 from tests.page.damages import damaged_in_one_way
 from tests.page.test_lossless import page_of
 
 pytest.importorskip("zstandard")
 
 SIZE = 64 << 10
+LOSSLESS = CODEC_NUMBERS["lossless"]
 
 
 def document(dtype: str = "bfloat16", **geometry: Any) -> dict[str, Any]:
@@ -33,18 +32,18 @@ def document(dtype: str = "bfloat16", **geometry: Any) -> dict[str, Any]:
     return {"model": {"compute": lossy_fact("", LOSSY_CODECS)}, "pool": pool}
 
 
-def pages_for(code: Code, size: int = SIZE, **given: Any) -> LossyPages:
-    pages = LossyCodec(code).for_pages(document(**given), size)
-    assert isinstance(pages, LossyPages)
+def pages_for(code: str, size: int = SIZE, **given: Any) -> PageCodec:
+    pages = Codec(code).for_pages(document(**given), size)
+    assert pages is not None and pages.code == CODEC_NUMBERS[code]
     return pages
 
 
-def encoded_by(pages: LossyPages, content: bytes) -> bytes:
+def encoded_by(pages: PageCodec, content: bytes) -> bytes:
     memory = bytearray(pages.rooms[-1])
     return bytes(memory[: pages.encode(memoryview(content), memoryview(memory))])
 
 
-def decoded_by(pages: LossyPages, encoded: bytes, size: int = SIZE) -> bytes:
+def decoded_by(pages: PageCodec, encoded: bytes, size: int = SIZE) -> bytes:
     page = bytearray(size)
     pages.decode(memoryview(encoded), memoryview(page))
     return bytes(page)
@@ -57,8 +56,8 @@ def floats(page: bytes) -> np.ndarray:
 @pytest.mark.parametrize(
     ("dtype", "ratio"), [("bfloat16", 1.95), ("float16", 1.95), ("float32", 3.9)], ids=lambda value: str(value)
 )
-@pytest.mark.parametrize("code", Code)
-def test_pages_take_half_of_their_bytes_and_less(code: Code, dtype: str, ratio: float) -> None:
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_pages_take_half_of_their_bytes_and_less(code: str, dtype: str, ratio: float) -> None:
     content = page_of(dtype, SIZE)
     pages = pages_for(code, dtype=dtype)
     encoded = encoded_by(pages, content)
@@ -67,16 +66,16 @@ def test_pages_take_half_of_their_bytes_and_less(code: Code, dtype: str, ratio: 
     assert decoded_by(pages, encoded.ljust(room, b"\0")) == decoded_by(pages, encoded) != content
 
 
-@pytest.mark.parametrize(("code", "error"), [(Code.INT8, 0.03), (Code.FP8, 0.16)])
-def test_what_comes_back_is_close_to_what_was_computed(code: Code, error: float) -> None:
+@pytest.mark.parametrize(("code", "error"), [("int8", 0.03), ("fp8", 0.16)])
+def test_what_comes_back_is_close_to_what_was_computed(code: str, error: float) -> None:
     content = page_of("bfloat16", SIZE)
     pages = pages_for(code)
     before, after = floats(content), floats(decoded_by(pages, encoded_by(pages, content)))
     assert 0 < np.abs(before - after).max() < error
 
 
-@pytest.mark.parametrize("code", Code)
-def test_the_core_and_numpy_give_equal_bytes(code: Code, monkeypatch) -> None:
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_the_core_and_numpy_give_equal_bytes(code: str, monkeypatch) -> None:
     content = page_of("bfloat16", SIZE)
     pages = pages_for(code)
     assert native.core() is not None
@@ -85,8 +84,8 @@ def test_the_core_and_numpy_give_equal_bytes(code: Code, monkeypatch) -> None:
     assert encoded_by(pages, content) == encoded
 
 
-@pytest.mark.parametrize("code", Code)
-def test_every_page_of_finite_numbers_fits_the_last_room(code: Code) -> None:
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_every_page_of_finite_numbers_fits_the_last_room(code: str) -> None:
     """Also one whose codes are noise."""
     numbers = np.random.default_rng(0).integers(0, 1 << 15, SIZE // 2, np.uint16) % 0x4000
     numbers |= np.random.default_rng(1).integers(0, 2, SIZE // 2, np.uint16) << 15
@@ -99,24 +98,24 @@ def test_every_page_of_finite_numbers_fits_the_last_room(code: Code) -> None:
         assert encoded and len(decoded_by(pages, encoded)) == SIZE
 
 
-@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize("code", LOSSY_CODECS)
 @pytest.mark.parametrize("word", [0x7F80, 0xFF80, 0x7FC1])
-def test_a_page_with_an_infinity_or_a_nan_is_not_encoded(code: Code, word: int) -> None:
+def test_a_page_with_an_infinity_or_a_nan_is_not_encoded(code: str, word: int) -> None:
     content = bytearray(page_of("bfloat16", SIZE))
     content[1000:1002] = word.to_bytes(2, "little")
     assert encoded_by(pages_for(code), bytes(content)) == b""
 
 
 @pytest.mark.parametrize("size", [2048, 32 << 10, 737_280, 4 << 20])
-@pytest.mark.parametrize("code", Code)
-def test_rooms_are_few_and_each_is_less_than_a_page(code: Code, size: int) -> None:
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_rooms_are_few_and_each_is_less_than_a_page(code: str, size: int) -> None:
     rooms = pages_for(code, size).rooms
     assert 1 <= len(rooms) <= 4 and list(rooms) == sorted(set(rooms)) and rooms[-1] < size
 
 
 def test_the_page_may_lie_at_any_address() -> None:
     content = page_of("bfloat16", SIZE)
-    pages = pages_for(Code.INT8)
+    pages = pages_for("int8")
     behind, target = memoryview(b"x" + content)[1:], memoryview(bytearray(pages.rooms[-1] + 1))[1:]
     length = pages.encode(behind, target)
     decoded = memoryview(bytearray(SIZE + 1))[1:]
@@ -124,8 +123,8 @@ def test_the_page_may_lie_at_any_address() -> None:
     assert decoded == decoded_by(pages, encoded_by(pages, content))
 
 
-@pytest.mark.parametrize("code", Code)
-def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_beside(code: Code) -> None:
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_beside(code: str) -> None:
     size = 16 << 10
     pages = pages_for(code, size)
     encoded = encoded_by(pages, page_of("bfloat16", size))
@@ -145,7 +144,7 @@ def test_damaged_bytes_are_an_error_or_finite_numbers_and_never_touch_what_is_be
 
 @pytest.mark.parametrize(("position", "value"), [(0, 2), (0, 255), (1, 2), (2, 1), (3, 1)])
 def test_another_method_or_version_is_an_error(position: int, value: int) -> None:
-    pages = pages_for(Code.INT8)
+    pages = pages_for("int8")
     encoded = bytearray(encoded_by(pages, page_of("bfloat16", SIZE)))
     encoded[position] = value
     with pytest.raises(FormatError, match="encoding"):
@@ -168,43 +167,43 @@ STATES = [
 
 
 @pytest.mark.parametrize("given", STATES, ids=lambda given: str(next(iter(given.items()))))
-@pytest.mark.parametrize("code", Code)
-def test_what_is_no_plain_pool_of_keys_and_values_is_encoded_without_loss(code: Code, given: dict[str, Any]) -> None:
-    assert isinstance(LossyCodec(code).for_pages(document(**given), SIZE), LosslessPages)
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_what_is_no_plain_pool_of_keys_and_values_is_encoded_without_loss(code: str, given: dict[str, Any]) -> None:
+    assert Codec(code).for_pages(document(**given), SIZE).code == LOSSLESS
 
 
 @pytest.mark.parametrize("codecs", [[], ["fp8"]], ids=str)
 @pytest.mark.parametrize("compute", ["", '{"dtype": "bfloat16"}'])
 def test_an_identity_that_does_not_name_the_codec_is_encoded_without_loss(codecs: list[str], compute: str) -> None:
     model = {"id": "model", "compute": lossy_fact(compute, codecs)}
-    assert isinstance(LossyCodec(Code.INT8).for_pages({**document(), "model": model}, SIZE), LosslessPages)
+    assert Codec("int8").for_pages({**document(), "model": model}, SIZE).code == LOSSLESS
 
 
 @pytest.mark.parametrize("compute", [None, 7, "{", "[]", '"int8-1"', '{"codecs": "int8-1"}', '{"codecs": null}'])
 def test_a_model_that_says_nonsense_of_its_codecs_is_encoded_without_loss(compute: Any) -> None:
     facts = {**document(), "model": {"id": "model", "compute": compute}}
-    assert isinstance(LossyCodec(Code.INT8).for_pages(facts, SIZE), LosslessPages)
+    assert Codec("int8").for_pages(facts, SIZE).code == LOSSLESS
 
 
 @pytest.mark.parametrize("facts", [{}, {"pool": {}}, {"pool": None}, {"pool": {"kind": "MHATokenToKVPoolHost"}}])
 def test_a_document_that_tells_little_is_encoded_without_loss(facts: dict[str, Any]) -> None:
-    assert isinstance(LossyCodec(Code.INT8).for_pages(facts, SIZE), LosslessPages)
+    assert Codec("int8").for_pages(facts, SIZE).code == LOSSLESS
 
 
 def test_unlike_heads_of_keys_and_values_share_the_longest_row_that_divides_both() -> None:
-    made = LossyCodec(Code.INT8).for_pages(document(head_dim="192", v_head_dim="128", buffer0="layout=nhd"), SIZE)
-    assert isinstance(made, LossyPages) and made._rows.length == 64
+    made = Codec("int8").for_pages(document(head_dim="192", v_head_dim="128", buffer0="layout=nhd"), SIZE)
+    assert made is not None and made._rows.length == 64
 
 
 def test_packed_drafts_share_the_row_with_the_target() -> None:
     drafts = "head_dim=96,v_head_dim=96,dtype=torch.bfloat16,layout=nhd"
     size = 96 * 512
-    assert lossy.rows_of(document(buffer1=drafts), Code.INT8) == numbers.Rows("bfloat16", 32, Code.INT8)
-    assert isinstance(LossyCodec(Code.INT8).for_pages(document(buffer1=drafts), size), LossyPages)
+    assert codec.rows_of(document(buffer1=drafts), "int8") == numbers.Rows("bfloat16", 32, "int8")
+    assert Codec("int8").for_pages(document(buffer1=drafts), size).code == CODEC_NUMBERS["int8"]
 
 
 def test_a_page_that_is_no_whole_number_of_rows_is_encoded_without_loss() -> None:
-    assert isinstance(LossyCodec(Code.INT8).for_pages(document(), SIZE - 64), LosslessPages)
+    assert Codec("int8").for_pages(document(), SIZE - 64).code == LOSSLESS
 
 
 def test_the_facts_of_a_lossy_server_are_those_of_no_exact_one_and_of_no_other_codec() -> None:
@@ -216,4 +215,4 @@ def test_the_facts_of_a_lossy_server_are_those_of_no_exact_one_and_of_no_other_c
 
 
 def test_labels_differ() -> None:
-    assert {LossyCodec(code).label for code in Code} == {b"int8-1", b"fp8-1"}
+    assert {Codec(code).label for code in LOSSY_CODECS} == {b"int8-1", b"fp8-1"}

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ext import native
-from hicache_ext.page.transforms import in_numpy
 from hicache_ext.page.transforms.numbers import SPLITS, Split
 
 
@@ -33,9 +32,9 @@ def test_numpy_joins_what_it_split(split: Split) -> None:
     # Of more than a piece, and not a whole number of them.
     page = np.random.default_rng(1).integers(0, 256, 200_004, np.uint8)
     both = _planes_of(split, page.tobytes())
-    in_numpy.split(split, page, *both)
+    split.split_in_numpy(page, *both)
     joined = np.zeros_like(page)
-    in_numpy.join(split, *both, joined)
+    split.join_in_numpy(*both, joined)
     assert np.array_equal(joined, page)
 
 
@@ -48,7 +47,7 @@ def test_the_core_and_numpy_make_equal_planes_at_any_address(split: Split) -> No
         page = np.frombuffer(content, np.uint8)
         made, plain = ([at_address(plane, start) for plane in _planes_of(split, content)] for _ in range(2))
         split.split(at_address(page, start), *made)
-        in_numpy.split(split, page, *plain)
+        split.split_in_numpy(page, *plain)
         assert [plane.tobytes() for plane in made] == [plane.tobytes() for plane in plain]
         joined = at_address(np.zeros_like(page), start)
         split.join(*made, joined)

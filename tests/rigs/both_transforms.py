@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.page.transforms.lossless import LosslessCodec
+from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.transforming.store import TransformedStore
@@ -22,7 +22,7 @@ _SECRET = hashlib.sha256(b"campaigns").hexdigest()
 def both(store: PageStore, identities: Iterable[bytes], encoded: int) -> PageStore:
     """``store`` with both around it; pages of ``encoded`` bytes are encoded where they shrink."""
     found = TransformedStore(
-        store, LosslessCodec(), Seal(SealMode.ENCRYPT, (SealKey("one", _SECRET),)), block=FileTierConfig.block
+        store, Codec("lossless"), Seal(SealMode.ENCRYPT, (SealKey("one", _SECRET),)), block=FileTierConfig.block
     )
     for identity in identities:
         found.register_identity(identity, document_of(identity, encoded))

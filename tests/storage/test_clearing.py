@@ -160,7 +160,6 @@ def test_a_part_that_is_down_is_hidden_until_it_is_back_and_no_other(medium: Med
     assert [clearing.hides(key) for key in KEYS] == [False, False, True, True]
     assert not clearing.wait(0.1)
     medium.down.clear()
-    clearing.try_again()
     wait_until_gone(clearing)
     assert medium.swept == [0, 1] and medium.parts == {0: set(), 1: set()}
 

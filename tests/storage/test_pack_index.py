@@ -72,7 +72,7 @@ class _Model(RuleBasedStateMachine):
                 and (pack.id, position) not in self.dead
             ]
             expected.append(sorted(found))
-        assert [sorted((p.pack.id, p.position) for p in some) for some in self.index.find_all(KEYS)] == expected
+        assert [sorted((p.pack.id, p.position) for p in some) for some in map(self.index.find_all, KEYS)] == expected
         newest = [max(some)[0] if some else None for some in expected]
         assert [None if place is None else place[0] for place in places(self.index)] == newest
 

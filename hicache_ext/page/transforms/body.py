@@ -12,9 +12,9 @@ import numpy as np
 from hicache_ext.errors import FormatError
 from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.page.transforms import header as headers
-from hicache_ext.page.transforms.codec import RAW, PageCodec
+from hicache_ext.page.transforms.codec import PageCodec, Paying
 from hicache_ext.page.transforms.forms import Form
-from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
+from hicache_ext.page.transforms.header import HEADER_LENGTH, RAW, Header
 from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode, fastest_cipher
 
 SEAL_CIPHER = "seal_cipher"
@@ -24,10 +24,13 @@ Room = Callable[[int], memoryview]
 """Memory of the caller's, of so many bytes, until it asks again."""
 
 
-def encoded(codec: PageCodec, segments: Sequence[memoryview], room: Room) -> memoryview | None:
+def encoded(codec: PageCodec, paying: Paying | None, segments: Sequence[memoryview], room: Room) -> memoryview | None:
     """The page encoded, in memory of its own; None where it is to be stored as it is. ``room``: for its payload."""
+    payload = in_one_piece(segments, room)
+    if paying is not None and not paying.pays(codec, payload):
+        return None
     target = np.empty(codec.rooms[-1], np.uint8).data
-    length = codec.encode(in_one_piece(segments, room), target)
+    length = codec.encode(payload, target)
     return target[:length] if 0 < length <= target.nbytes else None
 
 
@@ -87,23 +90,14 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
             return reason
         body = body if plain is None else plain
     if form.codec is not None:
-        return _decoded(form.codec, body, segments, payload)
+        plain = segments[0] if len(segments) == 1 else np.empty(payload, np.uint8).data
+        try:
+            form.codec.decode(body, plain)
+        except FormatError as error:
+            return error.reason
+        body = plain
     if plain is None or len(segments) != 1:
         scatter(body, segments)
-    return None
-
-
-def _decoded(codec: PageCodec, body: memoryview, segments: Sequence[memoryview], payload: int) -> str | None:
-    """Why a body is no page; None where ``segments`` hold it."""
-    try:
-        if len(segments) == 1:
-            codec.decode(body, segments[0])
-        else:
-            whole = np.empty(payload, np.uint8).data
-            codec.decode(body, whole)
-            scatter(whole, segments)
-    except FormatError as error:
-        return error.reason
     return None
 
 
@@ -112,7 +106,7 @@ def reason_it_is_not_sealed(stored: memoryview, stored_key: bytes, form: Form) -
     head = _header(stored, form)
     if isinstance(head, str):
         return head
-    return None if form.key is None else _reason_of_seal(form.key, head, stored_key, stored, _unsealed_body(head))
+    return None if form.key is None else _reason_of_seal(form.key, head, stored_key, stored)
 
 
 def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: SealMode) -> bool:
@@ -123,7 +117,7 @@ def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: Se
         return False
     if (head.seal, head.key_id) != (mode, key.id.encode()) or head.cipher not in tuple(CipherKind):
         return False
-    return _reason_of_seal(key, head, stored_key, stored, _unsealed_body(head)) is None
+    return _reason_of_seal(key, head, stored_key, stored) is None
 
 
 def _header(stored: memoryview, form: Form) -> Header | str:
@@ -145,15 +139,13 @@ def _header(stored: memoryview, form: Form) -> Header | str:
     return head if head.seal == mode and head.cipher in tuple(CipherKind) else "seal_form"
 
 
-def _unsealed_body(head: Header) -> memoryview | None:
-    """Memory for the body of an encrypted page. Its length is not more than what is stored."""
-    return np.empty(head.body_length, np.uint8).data if head.seal == SealMode.ENCRYPT else None
-
-
 def _reason_of_seal(
-    key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None
+    key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None = None
 ) -> str | None:
-    """Why a page is not as it was sealed; ``plain`` takes the body of an encrypted one."""
+    """Why a page is not as it was sealed; ``plain`` takes the body of an encrypted one, where it is wanted."""
+    if head.seal == SealMode.ENCRYPT and plain is None:
+        # Its length is not more than what is stored.
+        plain = np.empty(head.body_length, np.uint8).data
     try:
         is_whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
     except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone

@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.transforms.codec import Codec, PageCodec
-from hicache_ext.page.transforms.header import FORMAT_VERSION, stored_length
+from hicache_ext.page.transforms.header import FORMAT_VERSION, HEADER_LENGTH, TAG_LENGTH
 from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
+
+if TYPE_CHECKING:
+    from hicache_ext.page.transforms.codec import Codec, PageCodec
 
 STORED_AS = "stored_as"
 """In the document of a stored identity: what its pages went through, and the identity of which they are (``of``)."""
@@ -38,16 +40,20 @@ class Form:
     codec: PageCodec | None = None
     room: int = 0
     """Bytes of the body of encoded pages; 0: of raw ones, whose bodies are as long as they."""
+    block: int = 1
+    """Bytes of which whole ones are stored."""
 
     @property
     def plain(self) -> bool:
         """Whether these are the pages themselves: as a tier without transforms stores them."""
         return self.key is None and self.codec is None
 
-    def stored_length(self, payload: int, block: int) -> int:
+    def stored_length(self, payload: int) -> int:
+        """Bytes that a medium stores of a page with so many."""
         if self.plain:
             return payload
-        return stored_length(self.room or payload, sealed=self.key is not None, block=block)
+        length = HEADER_LENGTH + (self.room or payload) + (0 if self.key is None else TAG_LENGTH)
+        return -(-length // self.block) * self.block
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,6 @@ class Forms:
     """Those that are written first, of these the raw one first."""
     written: Sequence[Form]
     """By this tier now: the raw one, then the rooms, the smallest first."""
-    payload: int = 0
-    """Bytes of pages that may be encoded."""
-
-    def encodes_now(self) -> bool:
-        codec = self.written[-1].codec
-        return codec is not None and codec.pays()
 
 
 class Transforms:
@@ -84,7 +84,7 @@ class Transforms:
         keys: Sequence[SealKey | None] = [None] if self.seal is None else self.seal.keys
         rooms = [0] if codec is None else [0, *codec.rooms]
         found = [[self._form(identity, key, codec, room) for room in rooms] for key in keys]
-        return Forms([form for of_key in found for form in of_key], found[0], payload if codec is not None else 0)
+        return Forms([form for of_key in found for form in of_key], found[0])
 
     def _form(self, identity: bytes, key: SealKey | None, codec: PageCodec | None, room: int) -> Form:
         coded = b"" if self.codec is None else self.codec.label + b"\0%d" % room
@@ -95,7 +95,7 @@ class Transforms:
             stored = hashlib.sha256(_DOMAIN + identity + _VERSION + coded).digest()[:IDENTITY_LENGTH]
         else:
             stored = key.stored_identity(_VERSION + (b"encrypt\0" if hides else b"authenticate\0") + coded, identity)
-        return Form(stored, key, hides, codec if room else None, room)
+        return Form(stored, key, hides, codec if room else None, room, self.block)
 
     def document(self, form: Form, identity: bytes, document: Mapping[str, Any]) -> dict[str, Any]:
         """What tools are told of a stored identity. It tells no secret."""

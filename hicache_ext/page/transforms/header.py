@@ -11,7 +11,6 @@ import struct
 from typing import NamedTuple
 
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms.codec import RAW
 
 MAGIC = b"HICAXFRM"
 FORMAT_VERSION = 2
@@ -26,13 +25,19 @@ KEY_ID_LENGTH = 16
 """Most bytes of a key's id."""
 SHORTEST_SECRET = 32
 """Characters of a key: 128 bits where they are hex digits."""
+RAW = 0
+"""Stands for the codec of pages that none encoded."""
+CODEC_NUMBERS = {"lossless": 1, "int8": 2, "fp8": 3}
+"""Stand for the others (codec.py)."""
+LOSSY_CODECS = ("int8", "fp8")
+"""Of which pages do not come back as they were. Labels begin with these names."""
 
 
 class Header(NamedTuple):
     """What stands in front of a body."""
 
     codec: int
-    """``RAW``, or that of the codec (codec.py)."""
+    """``RAW``, or one of ``CODEC_NUMBERS``."""
     seal: int
     """0 none, 1 authenticated, 2 encrypted (sealing.py)."""
     cipher: int
@@ -79,12 +84,6 @@ def decode(stored: memoryview) -> Header:
     if header.encode() != bytes(stored[:HEADER_LENGTH]) or padding != bytes(len(padding)):
         raise FormatError("transform_length", "bytes that are to be zero")
     return header
-
-
-def stored_length(body: int, *, sealed: bool, block: int = 1) -> int:
-    """Bytes that a medium stores for a body of so many, in whole blocks."""
-    length = HEADER_LENGTH + body + (TAG_LENGTH if sealed else 0)
-    return -(-length // block) * block
 
 
 def is_key_id(text: str) -> bool:

@@ -157,10 +157,6 @@ class Seal:
     keys: Sequence[SealKey]
     """Pages of these are read; the first one writes."""
 
-    @property
-    def writes(self) -> SealKey:
-        return self.keys[0]
-
     def names_of(self, hashes: Sequence[bytes]) -> list[bytes]:
         """The page hashes under which pages with these may be stored: hidden by each of the keys, or as they are."""
         if self.mode is not SealMode.ENCRYPT:

@@ -1,8 +1,7 @@
 """What some stores can do beside the contract, and how it is found behind wrappers.
 
-An ability is a small runtime-checkable protocol: ``Gauged``, ``Resizable``, ``IdentityKeeper``, ``PageLister``,
-``TakesHints`` here, ``HintBoard`` (hint_board.py). A wrapper forwards none of them:
-whoever needs one asks ``ability(store, Protocol)``, which looks through the wrappers (``inner``).
+An ability is a small runtime-checkable protocol. A wrapper forwards none of them: whoever needs one asks
+``ability(store, Protocol)``, which looks through the wrappers (``inner``).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.errors import NoBoardError
 from hicache_ext.runtime.whole_file import parsed
 from hicache_ext.storage.contract.store import PageStore
 
@@ -123,6 +123,45 @@ class TakesHints(Protocol):
 
     def demote_pages(self, hashes: Sequence[bytes]) -> int:
         """Have these pages go before all others, but for those that are pinned or leased; how many are here."""
+
+
+# -- a board for hints -------------------------------------------------------------------------------------------------
+#
+# All nodes that reach the pool share the board. It keeps the newest hints only, and nobody waits: a hint that is late
+# or missed costs a read from the pool when the next turn arrives. Reasons: docs/decisions/pull-rule.md.
+
+AT_ONCE = 64
+"""Most hints returned by one read; the rest come with the next one."""
+KEPT_HINTS = 256
+"""On a board; the oldest go first."""
+MOST_PAGES_OF_A_HINT = 2048
+LONGEST_HINT = 64 + 32 * MOST_PAGES_OF_A_HINT
+"""Bytes."""
+HINTS_LAST = 60.0
+"""Seconds after which a hint is ignored; the nodes' clocks must agree better than this."""
+
+
+@runtime_checkable
+class HintBoard(Protocol):
+    """Calls may take as long as a call of the store, and raise StoreError or OSError. Any thread."""
+
+    def post_hint(self, hint: bytes) -> None:
+        """Add a hint, and remove the oldest beyond ``KEPT_HINTS``."""
+
+    def read_hints(self, since: Any) -> tuple[Any, list[bytes]]:
+        """Hints added after ``since``, oldest first, at most ``AT_ONCE``; and the ``since`` of the next call.
+
+        With ``since=None`` there are none: hints from before the first read are stale. Too long ones are left out.
+        """
+
+
+def board_among(tiers: Sequence[PageStore], name: str) -> HintBoard:
+    """The board of the tier ``name``, whatever is wrapped around it. Raises NoBoardError."""
+    store = next((tier for tier in tiers if tier.name == name), None)
+    board = None if store is None else ability(store, HintBoard)
+    if board is None:
+        raise NoBoardError(f"tier {name!r} is not in use, not open yet, or carries no hints")
+    return board
 
 
 # -- identity documents ------------------------------------------------------------------------------------------------

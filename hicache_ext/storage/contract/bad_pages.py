@@ -6,7 +6,7 @@ this process, and a thread examines it:
 
 1. It reads the object again, over a new connection, into other memory, cut at other places. If this copy is the page,
    the stored copy is good, and the damage happened on the way.
-2. Only when two reads found the same bad bytes, it removes the object; where the server can compare, only if the
+2. Only when two such reads found the same bad bytes, it removes the object; where the server can compare, only if the
    server's copy has those bytes (``Medium.remove_bad``). Damage on the way mostly differs from read to read.
 3. At most ``MOST_REMOVED`` a minute. More are an incident for a person, and more likely a fault of this reader than of
    the pool: removal pauses, with an error in the log, and goes on later.
@@ -45,7 +45,7 @@ PAUSE = 300.0
 LONGEST_EXAMINED = 16 << 20
 """Bytes read again of an object that is longer than this and than the expected page."""
 _MOST_SUSPECTS = 4096
-_READS = 3
+_READS = 4
 _KEPT_IN_MIND = 30.0
 """Seconds for which a page without a clear verdict is absent for this process; ``PAUSE`` if it is known to be bad."""
 _EXAMINED_AGAIN = 3.0
@@ -59,30 +59,6 @@ _LONGEST_REST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """What a read saw of a stored object: its length, and the digest of those leading bytes that arrived."""
-
-    length: int
-    """-1 for an object without a length."""
-    covered: int = 0
-    digest: bytes = b""
-
-    @classmethod
-    def of(cls, length: int, parts: Iterable[bytes | bytearray | memoryview] = ()) -> Sighting:
-        state, covered = xxhash.xxh3_128(), 0
-        for part in parts:
-            state.update(part)
-            covered += len(part)
-        return cls(length, covered, state.digest())
-
-    def is_of(self, stored: Stored) -> bool:
-        """Whether ``stored`` has the same bytes, as far as they arrived."""
-        if self.length != stored.length or self.covered > len(stored.data):
-            return False
-        return xxhash.xxh3_128_digest(stored.data[: self.covered]) == self.digest
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
     """A stored object that was read again."""
 
@@ -93,14 +69,25 @@ class Stored:
     """Whatever tells the medium which copy this is (an ETag)."""
 
 
-class Removal(enum.Enum):
-    """The result of a removal."""
+class Verdict(enum.Enum):
+    """The result of an examination; the value is its reason in the metrics."""
 
-    REMOVED = enum.auto()
-    CHANGED = enum.auto()
-    """It is another object by now, or gone: examine again."""
-    DENIED = enum.auto()
-    """The server has other bytes than those that arrive here: the object stays."""
+    GOOD = "good"
+    """The stored copy is the page: it was damaged on the way."""
+    GONE = "gone"
+    REMOVED = "removed"
+    """Shown to be bad, and removed."""
+    DENIED = "denied"
+    """The same bad bytes arrive each time, but the server has others. It stays; a write may replace it."""
+    WITHHELD = "withheld"
+    """Shown to be bad, and not removed: too many were removed already."""
+    UNCLEAR = "unclear"
+    """Every read gave other bytes, or none."""
+
+    @property
+    def free(self) -> bool:
+        """Nothing is stored under the key."""
+        return self in (Verdict.REMOVED, Verdict.GONE)
 
 
 class Medium(Protocol):
@@ -113,29 +100,9 @@ class Medium(Protocol):
         None when there is none. Bounded by the tier's timeout. Raises NotReadError.
         """
 
-    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
-        """Remove the object if it still is ``bad``, by the server's comparison where it can. Raises NotReadError."""
-
-
-class Verdict(enum.Enum):
-    """The result of an examination; the value is its reason in the metrics."""
-
-    GOOD = "good"
-    """The stored copy is the page: it was damaged on the way."""
-    GONE = "gone"
-    REMOVED = "removed"
-    """Shown to be bad, and removed."""
-    DENIED = "denied"
-    """The same bad bytes arrive each time, but the server has others. Not removed; a write may replace it."""
-    WITHHELD = "withheld"
-    """Shown to be bad, and not removed: too many were removed already."""
-    UNCLEAR = "unclear"
-    """Every read gave other bytes, or none."""
-
-    @property
-    def free(self) -> bool:
-        """Nothing is stored under the key."""
-        return self in (Verdict.REMOVED, Verdict.GONE)
+    def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
+        """Remove the object if it still is ``bad``, by the server's comparison where it can: REMOVED, or DENIED; None
+        where it is another object by now, or gone. Raises NotReadError."""
 
 
 _CLEARS = frozenset({Verdict.GOOD, Verdict.GONE, Verdict.REMOVED})
@@ -145,7 +112,6 @@ _CLEARS = frozenset({Verdict.GOOD, Verdict.GONE, Verdict.REMOVED})
 class _Suspect:
     key: bytes
     size: int
-    seen: Sighting
     reason: str
     verdict: Verdict | None = None
     """None while it waits to be examined."""
@@ -211,7 +177,7 @@ class BadPages:
 
     # -- asked by calls --------------------------------------------------------------------------------------------
 
-    def suspect(self, key: bytes, size: int, seen: Sighting, reason: str) -> None:
+    def suspect(self, key: bytes, size: int, reason: str) -> None:
         """The object under ``key`` is not the page of ``size`` bytes, by a read or by its length."""
         with self._changed:
             if self._closing:
@@ -222,7 +188,7 @@ class BadPages:
             if known is None and len(self._suspects) >= _MOST_SUSPECTS:
                 self._dismiss(next(iter(self._suspects)), Verdict.UNCLEAR)
                 self._metrics.add("suspect", "forgotten")
-            self._suspects[key] = _Suspect(key, size, seen, reason)
+            self._suspects[key] = _Suspect(key, size, reason)
             self._start()
         logger.debug("tier %s: page %s arrived damaged (%s)", self._tier, key.hex(), reason)
 
@@ -281,7 +247,7 @@ class BadPages:
             try:
                 stored = self._medium.read_again(key, LONGEST_EXAMINED)
                 if stored is not None and _page_seal(stored) == copy:
-                    removed += self._medium.remove_bad(key, stored) is Removal.REMOVED
+                    removed += self._medium.remove_bad(key, stored) is Verdict.REMOVED
             except NotReadError as error:
                 logger.debug("tier %s: page %s could not be removed: %s", self._tier, key.hex(), error)
         return removed
@@ -345,8 +311,8 @@ class BadPages:
         return min(_LONGEST_REST, time.monotonic() - begun)
 
     def _examine(self, suspect: _Suspect) -> Verdict:
-        # A length alone has no bytes to compare with a second read.
-        seen = [suspect.seen] if suspect.seen.covered else []
+        seen: set[tuple[int, bytes]] = set()
+        """Length and digest of the bytes of each read."""
         for _ in range(_READS):
             if self._closing:
                 break
@@ -359,22 +325,23 @@ class BadPages:
                 if reason is None:
                     return Verdict.GOOD
                 suspect.reason = reason
-                if not any(sighting.is_of(stored) for sighting in seen):
-                    seen.append(Sighting.of(stored.length, [stored.data]))
+                copy = stored.length, xxhash.xxh3_128_digest(stored.data)
+                if copy not in seen:
+                    seen.add(copy)
                     continue
                 if not self._budget.take():
                     return Verdict.WITHHELD
                 # Where no answer comes, it may be gone.
-                removal = self._medium.remove_bad(suspect.key, stored)
-                if removal is not Removal.REMOVED:
+                verdict = self._medium.remove_bad(suspect.key, stored)
+                if verdict is not Verdict.REMOVED:
                     self._budget.give_back()
             except NotReadError as error:
                 logger.debug("tier %s: page %s could not be examined: %s", self._tier, suspect.key.hex(), error)
                 if time.monotonic() > begun + _SLOW_FAILURE:
                     break
                 continue
-            if removal is not Removal.CHANGED:
-                return Verdict.REMOVED if removal is Removal.REMOVED else Verdict.DENIED
+            if verdict is not None:
+                return verdict
         return Verdict.UNCLEAR
 
     def _say(self, suspect: _Suspect, verdict: Verdict) -> None:

@@ -184,11 +184,6 @@ class Clearing:
         if not self._changed.wait_for(is_so, left):
             raise TimeoutError(otherwise)
 
-    def try_again(self) -> None:
-        """The medium is back: do not wait for the next attempt."""
-        if self._waiting:
-            self._loop.wake()
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until everything cleared is removed; False when it is not in time, or when sweeps fail."""
         with self._changed:

@@ -74,9 +74,6 @@ class PackIndex:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._empty()
-
-    def _empty(self) -> None:
         self._packs: list[Pack | None] = []
         """By number; None: forgotten, its pages are still in the arrays."""
         self._dead: list[int] = []
@@ -189,11 +186,6 @@ class PackIndex:
             if number is not None:
                 self._absent[number] |= place.mask
 
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._empty()
-
     def ids(self) -> set[str]:
         """Of the packs that are known: what a whole listing that begins now does not show is gone."""
         with self._lock:
@@ -257,15 +249,12 @@ class PackIndex:
                 found[member] = tuple.__new__(Place, (pack, position))
         return found
 
-    def find_all(self, keys: Sequence[bytes]) -> list[list[Place]]:
-        """Every place of each page that lives. Not in order of age."""
-        wanted = short_numbers(keys)
+    def find_all(self, key: bytes) -> list[Place]:
+        """Every place of a page where it lives. Not in order of age."""
+        number = int(short_numbers([key])[0])
         with self._lock:
-            begins, ends = (np.searchsorted(self._hashes, wanted, side).tolist() for side in ("left", "right"))
-            return [
-                self._living([*self._recent.get(number, ()), *self._places[begin:end].tolist()])
-                for number, begin, end in zip(wanted.tolist(), begins, ends, strict=True)
-            ]
+            begin, end = (np.searchsorted(self._hashes, number, side) for side in ("left", "right"))
+            return self._living([*self._recent.get(number, ()), *self._places[begin:end].tolist()])
 
     def _living(self, places: Iterable[int]) -> list[Place]:
         living = []

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.page.transforms.header import LOSSY_CODECS
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.abilities import Gauges, gauges_of

@@ -25,7 +25,7 @@ from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard
+from hicache_ext.storage.contract.abilities import HINTS_LAST, MOST_PAGES_OF_A_HINT, HintBoard
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +50,16 @@ def encode(hint: Hint) -> bytes:
     return head + b"".join(hint.page_hashes)
 
 
-def decode(data: bytes, most_pages: int) -> Hint | None:
-    """None for whatever is not exactly a hint of at most ``most_pages`` pages."""
+def decode(data: bytes) -> Hint | None:
+    """None for whatever is not exactly a hint of at most ``MOST_PAGES_OF_A_HINT`` pages, from the first page of the
+    conversation on."""
     if len(data) < _HEAD.size:
         return None
     magic, scope, milliseconds, pages = _HEAD.unpack_from(data)
-    if magic != _MAGIC or not 0 < pages <= most_pages or len(data) != _HEAD.size + pages * _HASH_LENGTH:
+    if magic != _MAGIC or not 0 < pages <= MOST_PAGES_OF_A_HINT or len(data) != _HEAD.size + pages * _HASH_LENGTH:
         return None
     hashes = (data[first : first + _HASH_LENGTH] for first in range(_HEAD.size, len(data), _HASH_LENGTH))
     return Hint(scope, milliseconds / 1000, tuple(hashes))
-
-
-def longest(most_pages: int) -> int:
-    """Bytes of a hint of ``most_pages`` pages."""
-    return _HEAD.size + most_pages * _HASH_LENGTH
 
 
 _WAITING = 64
@@ -87,16 +83,12 @@ class HintSender:
         self,
         board: Board,
         scope: Callable[[], bytes],
-        limits: BoardLimits,
-        most_pages: int,
         metrics: TierMetrics,
         in_pool: Callable[[Sequence[bytes]], int] = len,
     ) -> None:
         """``in_pool``: how many of these pages, from the first on, another node finds."""
         self._board = board
         self._scope = scope
-        self._limits = limits
-        self._most_pages = most_pages
         self._metrics = metrics
         self._in_pool = in_pool
         self._waiting: deque[tuple[float, Sequence[str]]] = deque(maxlen=_WAITING)
@@ -118,7 +110,7 @@ class HintSender:
         while self._waiting and not self._loop.stopping:
             announced, page_hashes = self._waiting.popleft()
             try:
-                chosen = tuple(page_hash_bytes(page_hash) for page_hash in page_hashes[: self._most_pages])
+                chosen = tuple(page_hash_bytes(page_hash) for page_hash in page_hashes[:MOST_PAGES_OF_A_HINT])
                 present = self._in_pool(chosen)
                 if present < len(chosen) and time.monotonic() - announced < _PAGES_AWAITED:
                     # On their way: a tier that is written in the background.
@@ -134,9 +126,9 @@ class HintSender:
         if not chosen:
             self._metrics.add("hint", "absent")
             return
-        if announced > self._most_pages:
+        if announced > MOST_PAGES_OF_A_HINT:
             self._metrics.add("hint", "too_long")
-        self._board().post_hint(encode(Hint(self._scope(), time.time(), chosen)), self._limits)
+        self._board().post_hint(encode(Hint(self._scope(), time.time(), chosen)))
         self._metrics.add("hint", "sent")
 
 
@@ -152,15 +144,11 @@ class HintReceiver:
         board: Board,
         bring_inward: Callable[[Sequence[bytes]], Mapping[str, int]],
         scope: Callable[[], bytes | None],
-        limits: BoardLimits,
-        most_pages: int,
         interval: float,
     ) -> None:
         self._board = board
         self._bring_inward = bring_inward
         self._scope = scope
-        self._limits = limits
-        self._most_pages = most_pages
         self._interval = interval
         self.metrics = TierMetrics("hints", prefix="hints_")
         self._failures = LimitedLog(logger, 60.0)
@@ -175,7 +163,7 @@ class HintReceiver:
 
     def _look(self) -> float:
         try:
-            self._since, hints = self._board().read_hints(self._since, self._limits)
+            self._since, hints = self._board().read_hints(self._since)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, it may be back the next time
             logger.debug("hicache_ext: no hints: %s", error)
             self.metrics.add("board", "failed")
@@ -191,12 +179,12 @@ class HintReceiver:
         return self._interval
 
     def _take(self, data: bytes) -> None:
-        hint = decode(data, self._most_pages)
+        hint = decode(data)
         if hint is None:
             self.metrics.add("hint", "malformed")
         elif hint.scope != self._scope():
             self.metrics.add("hint", "other_model")
-        elif abs(time.time() - hint.written) > self._limits.lifetime:
+        elif abs(time.time() - hint.written) > HINTS_LAST:
             self.metrics.add("hint", "stale")
         else:
             self.metrics.add("hint", "received")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_ext.config import HicacheExtConfig, TierConfig
 from hicache_ext.config.problems import config_error, listed
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
-from hicache_ext.page.transforms.codec import LOSSY_CODECS
+from hicache_ext.page.transforms.header import LOSSY_CODECS
 from hicache_ext.runtime.file_systems import is_on_network
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import Resizable, ability, layers

@@ -10,8 +10,7 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, TierConfig, load_config
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.storage.contract.abilities import IdentityKeeper, Resizable, ability
-from hicache_ext.storage.contract.hint_board import HintBoard
+from hicache_ext.storage.contract.abilities import HintBoard, IdentityKeeper, Resizable, ability
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.guards import pipeline
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan, plan_guards

@@ -18,19 +18,20 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import NoBoardError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
+from hicache_ext.storage.contract import abilities
+from hicache_ext.storage.contract.abilities import LONGEST_HINT, MOST_PAGES_OF_A_HINT, HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import DelegatingStore
 from hicache_ext.storage.serving import hints as sender_module
-from hicache_ext.storage.serving.hints import Hint, HintReceiver, HintSender, decode, encode, longest
+from hicache_ext.storage.serving.hints import Hint, HintReceiver, HintSender, decode, encode
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
+from hicache_ext.storage.tiers.file import hints as file_hints
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.waiting import wait_until
 
-LIMITS = BoardLimits(keep=5, longest=100, lifetime=60)
 SCOPE = b"s" * 16
 HASHES = [f"{number:064x}" for number in range(1, 8)]
 
@@ -42,12 +43,12 @@ class MemoryBoard:
         self.looked_at = threading.Event()
         """Somebody has looked for the first time: what is left from now on is new to them."""
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+    def post_hint(self, hint: bytes) -> None:
         if self.trouble is not None:
             raise self.trouble
         self.hints.append(hint)
 
-    def read_hints(self, since: int | None, limits: BoardLimits) -> tuple[int, list[bytes]]:
+    def read_hints(self, since: int | None) -> tuple[int, list[bytes]]:
         if self.trouble is not None:
             raise self.trouble
         seen = len(self.hints)
@@ -89,30 +90,35 @@ def boards(tier: Any) -> Iterator[list[HintBoard]]:
 
 def test_what_one_node_leaves_another_finds_once_and_in_order(boards: list[HintBoard]) -> None:
     writer, reader = boards
-    writer.post_hint(b"before anybody looked", LIMITS)
-    since, hints = reader.read_hints(None, LIMITS)
+    writer.post_hint(b"before anybody looked")
+    since, hints = reader.read_hints(None)
     assert hints == []
-    assert reader.read_hints(since, LIMITS)[1] == []
+    assert reader.read_hints(since)[1] == []
     for number in range(3):
-        writer.post_hint(b"hint %d" % number, LIMITS)
-    since, hints = reader.read_hints(since, LIMITS)
+        writer.post_hint(b"hint %d" % number)
+    since, hints = reader.read_hints(since)
     assert hints == [b"hint 0", b"hint 1", b"hint 2"]
-    writer.post_hint(b"hint 3", LIMITS)
-    since, hints = reader.read_hints(since, LIMITS)
+    writer.post_hint(b"hint 3")
+    since, hints = reader.read_hints(since)
     assert hints == [b"hint 3"]
-    assert reader.read_hints(since, LIMITS)[1] == []
+    assert reader.read_hints(since)[1] == []
 
 
-def test_a_board_keeps_the_newest_and_leaves_out_what_is_too_long(boards: list[HintBoard]) -> None:
+def test_a_board_keeps_the_newest_and_leaves_out_what_is_too_long(
+    boards: list[HintBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (file_hints, abilities):
+        monkeypatch.setattr(module, "KEPT_HINTS", 5)
+        monkeypatch.setattr(module, "LONGEST_HINT", 100)
     writer, reader = boards
-    since, _ = reader.read_hints(None, LIMITS)
+    since, _ = reader.read_hints(None)
     for number in range(20):
-        writer.post_hint(b"hint %d" % number, LIMITS)
-    since, hints = reader.read_hints(since, LIMITS)
+        writer.post_hint(b"hint %d" % number)
+    since, hints = reader.read_hints(since)
     assert hints == [b"hint %d" % number for number in range(15, 20)]
-    writer.post_hint(b"x" * 101, LIMITS)
-    writer.post_hint(b"x" * 100, LIMITS)
-    assert reader.read_hints(since, LIMITS)[1] == [b"x" * 100]
+    writer.post_hint(b"x" * 101)
+    writer.post_hint(b"x" * 100)
+    assert reader.read_hints(since)[1] == [b"x" * 100]
 
 
 def test_strangers_files_on_a_directory_are_no_hints(tmp_path: Path) -> None:
@@ -121,15 +127,15 @@ def test_strangers_files_on_a_directory_are_no_hints(tmp_path: Path) -> None:
     )
     store = open_tier("pool", config.tiers["pool"])
     board = board_among([store], "pool")
-    since, _ = board.read_hints(None, LIMITS)
-    board.post_hint(b"ours", LIMITS)
+    since, _ = board.read_hints(None)
+    board.post_hint(b"ours")
     hints = tmp_path / "hints"
     (hints / "README").write_text("x")
     name = f"{time.time_ns():020d}-stranger"
     os.symlink("/etc/hostname", hints / f"{name}-1.hint")
     (hints / f"{name}-2.hint").mkdir()
     os.mkfifo(hints / f"{name}-3.hint")
-    assert board.read_hints(since, LIMITS)[1] == [b"ours"]
+    assert board.read_hints(since)[1] == [b"ours"]
     store.close()
 
 
@@ -141,9 +147,9 @@ def test_a_redis_that_is_gone_is_said_and_nothing_else(redis_server: RedisServer
         board = board_among([store], "pool")
         server.stop()
         with pytest.raises(StoreError):
-            board.post_hint(b"x", LIMITS)
+            board.post_hint(b"x")
         with pytest.raises(StoreError):
-            board.read_hints(None, LIMITS)
+            board.read_hints(None)
         store.close()
 
 
@@ -161,25 +167,29 @@ def test_a_store_without_a_board_is_named() -> None:
 def test_a_hint_comes_back_as_it_was(page_hashes: list[bytes]) -> None:
     hint = Hint(SCOPE, 1_700_000_000.125, tuple(page_hashes))
     data = encode(hint)
-    assert decode(data, 20) == hint
-    assert len(data) <= longest(20)
-    assert decode(data, len(page_hashes) - 1) is None
-    assert decode(data[:-1], 20) is None
-    assert decode(data + b"x", 20) is None
+    assert decode(data) == hint
+    assert decode(data[:-1]) is None
+    assert decode(data + b"x") is None
+
+
+def test_the_longest_hint_fits_a_board_and_a_longer_one_is_none() -> None:
+    hint = Hint(SCOPE, 1.0, (bytes(32),) * MOST_PAGES_OF_A_HINT)
+    assert decode(encode(hint)) == hint and len(encode(hint)) <= LONGEST_HINT
+    assert decode(encode(Hint(SCOPE, 1.0, (*hint.page_hashes, bytes(32))))) is None
 
 
 @given(st.binary(max_size=300))
 def test_anything_else_is_no_hint(data: bytes) -> None:
-    assert decode(data, 20) is None
-    assert decode(b"HXHINT1\0" + data, 0) is None
+    assert decode(data) is None
 
 
 # -- sending and following ---------------------------------------------------------------------------------------------
 
 
-def test_a_sender_never_waits_and_counts_what_it_could_not_send() -> None:
+def test_a_sender_never_waits_and_counts_what_it_could_not_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "MOST_PAGES_OF_A_HINT", 5)
     board, metrics = MemoryBoard(), TierMetrics("test")
-    sender = HintSender(lambda: board, lambda: SCOPE, LIMITS, 5, metrics)
+    sender = HintSender(lambda: board, lambda: SCOPE, metrics)
     board.trouble = StoreError("away")
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "failed") == 1)
@@ -187,7 +197,7 @@ def test_a_sender_never_waits_and_counts_what_it_could_not_send() -> None:
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "sent") == 1)
     assert metrics.value("hint", "too_long") == 2
-    sent = decode(board.hints[0], 5)
+    sent = decode(board.hints[0])
     assert sent is not None
     assert [page_hash.hex() for page_hash in sent.page_hashes] == HASHES[:5]
     sender.close(5)
@@ -195,6 +205,7 @@ def test_a_sender_never_waits_and_counts_what_it_could_not_send() -> None:
 
 def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is written in the background has taken them, and nobody else finds them yet."""
+    monkeypatch.setattr(sender_module, "MOST_PAGES_OF_A_HINT", 5)
     board, metrics, present = MemoryBoard(), TierMetrics("test"), [0]
     looked: list[int] = []
 
@@ -202,7 +213,7 @@ def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.Monkey
         looked.append(len(hashes))
         return present[0]
 
-    sender = HintSender(lambda: board, lambda: SCOPE, LIMITS, 5, metrics, in_pool)
+    sender = HintSender(lambda: board, lambda: SCOPE, metrics, in_pool)
     sender.announce(HASHES)
     wait_until(lambda: len(looked) >= 2)
     assert not board.hints
@@ -212,7 +223,7 @@ def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.Monkey
     present[0] = 2
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "sent") == 2)
-    sent = decode(board.hints[1], 5)
+    sent = decode(board.hints[1])
     assert sent is not None and len(sent.page_hashes) == 2
     present[0] = 0
     sender.announce(HASHES)
@@ -221,10 +232,11 @@ def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.Monkey
 
 
 def receive(board: MemoryBoard, bring: Callable[[Sequence[bytes]], dict[str, int]]) -> HintReceiver:
-    return HintReceiver(lambda: board, bring, lambda: SCOPE, LIMITS, 10, 0.01)
+    return HintReceiver(lambda: board, bring, lambda: SCOPE, 0.01)
 
 
-def test_a_receiver_follows_what_is_well_formed_fresh_and_of_its_model() -> None:
+def test_a_receiver_follows_what_is_well_formed_fresh_and_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "MOST_PAGES_OF_A_HINT", 10)
     board, followed = MemoryBoard(), []
     receiver = receive(board, lambda hashes: followed.append(list(hashes)) or {"fetched": len(hashes)})
     board.trouble = StoreError("away")

@@ -74,6 +74,8 @@ class Attacked:
 class Shelf:
     """A codec for pages that nothing makes smaller: some pages are put on a shelf, and their digest stands for them."""
 
+    paying = None
+
     def __init__(self, directory: Path, label: bytes = b"shelf") -> None:
         self.directory = directory
         self.label = label
@@ -87,10 +89,8 @@ class Shelved:
 
     def __init__(self, directory: Path, payload: int) -> None:
         self.directory = directory
+        self.payload = payload
         self.rooms = (64, payload // 2)
-
-    def pays(self) -> bool:
-        return True
 
     def encode(self, payload: memoryview, encoded: memoryview) -> int:
         content = bytes(payload)

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from hicache_ext.page.transforms import body
-from hicache_ext.page.transforms.codec import RAW
+from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.forms import Form, Transforms
-from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
-from hicache_ext.page.transforms.lossless import CODE, LosslessCodec
+from hicache_ext.page.transforms.header import CODEC_NUMBERS, HEADER_LENGTH, RAW, Header
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.store import TransformedStore
@@ -37,7 +36,7 @@ class Encoded:
     def __init__(self, mode: SealMode) -> None:
         self.objects: dict[bytes, bytes] = {}
         self.store: PageStore = TransformedStore(
-            MemoryPageStore(objects=self.objects), LosslessCodec(), seal(mode, "new")
+            MemoryPageStore(objects=self.objects), Codec("lossless"), seal(mode, "new")
         )
         self.store.register_identity(IDENTITY, {"pool": {"name": "kv", "dtype": "bfloat16", "segments": [SIZE]}})
         assert self.store.set(PageBatch([KEY], [[memoryview(CONTENT)]])) == [SetResult.STORED]
@@ -52,7 +51,7 @@ class Encoded:
         self.objects[name] = write_page_object(name, content, header_length=128)
 
     def length(self, form: Form) -> int:
-        return form.stored_length(SIZE, 1)
+        return form.stored_length(SIZE)
 
     def read(self) -> GetResult:
         page = memoryview(bytearray(SIZE))
@@ -71,7 +70,7 @@ def encoded(request: pytest.FixtureRequest) -> Iterator[Encoded]:
 @pytest.mark.parametrize("codec", [RAW, 2, 3, 7, 255])
 def test_an_encoded_page_that_says_another_codec_is_refused(encoded: Encoded, codec: int) -> None:
     content = bytearray(encoded.stored)
-    assert content[10] == CODE
+    assert content[10] == CODEC_NUMBERS["lossless"]
     content[10] = codec
     encoded.put(encoded.name, bytes(content))
     assert encoded.read() is GetResult.CORRUPT
@@ -105,13 +104,13 @@ def test_lengths_that_lie_cost_no_memory(length: int, seal_of_it: SealMode | Non
     seal_of_tier = None if seal_of_it is None else seal(seal_of_it, "new")
     document = {"pool": {"name": "kv", "dtype": "bfloat16", "segments": [SIZE]}}
     page = memoryview(bytearray(SIZE))
-    for form in Transforms(LosslessCodec(), seal_of_tier, 1).forms(IDENTITY, document).all:
+    for form in Transforms(Codec("lossless"), seal_of_tier, 1).forms(IDENTITY, document).all:
         if form.plain:
             continue
-        code = RAW if form.codec is None else CODE
+        code = RAW if form.codec is None else CODEC_NUMBERS["lossless"]
         mode, id = (0, b"") if form.key is None else (int(seal_of_it or 0), b"new")
         for head in (Header(code, mode, int(bool(mode)), length, 100, id), Header(code, mode, 0, SIZE, length, id)):
-            stored = memoryview(bytearray(head.encode().ljust(form.stored_length(SIZE, 1), b"\1")))
+            stored = memoryview(bytearray(head.encode().ljust(form.stored_length(SIZE), b"\1")))
             tracemalloc.start()
             try:
                 assert body.read(stored, KEY, form, [page], fresh) is not None

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.page.transforms.lossless import LosslessCodec
-from hicache_ext.page.transforms.paying import PayingCodec
+from hicache_ext.page.transforms.codec import Codec, Paying
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -69,7 +68,7 @@ def _read(store: PageStore, count: int = len(KEYS)) -> list[bytes | None]:
 
 @pytest.mark.parametrize("mode", [None, AUTHENTICATE, ENCRYPT], ids=str)
 def test_pages_take_fewer_bytes_and_come_back_to_the_bit(inner: Counting, mode: Any) -> None:
-    store = _opened(inner, LosslessCodec(), mode)
+    store = _opened(inner, Codec("lossless"), mode)
     assert store.set(_batch(CONTENTS)) == [SetResult.STORED] * 6
     [(_, sizes)] = inner.moved
     assert max(sizes) < SIZE / 1.4
@@ -78,7 +77,7 @@ def test_pages_take_fewer_bytes_and_come_back_to_the_bit(inner: Counting, mode: 
 
 
 def test_pages_that_do_not_shrink_stay_readable_without_the_codec(inner: Counting) -> None:
-    store = _opened(inner, LosslessCodec())
+    store = _opened(inner, Codec("lossless"))
     noise = random.Random(1).randbytes(SIZE)
     contents = [noise, CONTENTS[1], noise, CONTENTS[3]]
     assert store.set(_batch(contents)) == [SetResult.STORED] * 4
@@ -88,14 +87,14 @@ def test_pages_that_do_not_shrink_stay_readable_without_the_codec(inner: Countin
 
 def test_pages_of_the_time_before_the_codec_are_read_and_not_written_again(inner: Counting) -> None:
     assert inner.set(_batch(CONTENTS[:3])) == [SetResult.STORED] * 3
-    store = _opened(inner, LosslessCodec())
+    store = _opened(inner, Codec("lossless"))
     assert store.set(_batch(CONTENTS)) == [SetResult.EXISTS] * 3 + [SetResult.STORED] * 3
     assert store.count_leading(KEYS) == 6 and _read(store) == CONTENTS
 
 
-@pytest.mark.parametrize("codec", [LosslessCodec, lambda: PayingCodec(LosslessCodec())], ids=["lossless", "auto"])
-def test_clearing_and_removing_take_pages_in_every_form(inner: Counting, codec: Any) -> None:
-    store = _opened(inner, codec())
+@pytest.mark.parametrize("paying", [None, Paying()], ids=["lossless", "auto"])
+def test_clearing_and_removing_take_pages_in_every_form(inner: Counting, paying: Any) -> None:
+    store = _opened(inner, Codec("lossless", paying))
     inner.set(_batch(CONTENTS[:2]))
     store.set(_batch(CONTENTS))
     assert store.remove(KEYS[:3]) == 3
@@ -105,29 +104,29 @@ def test_clearing_and_removing_take_pages_in_every_form(inner: Counting, codec: 
 
 
 def test_auto_gives_a_fast_medium_the_callers_memory_in_one_call(inner: Counting) -> None:
-    store = _opened(inner, PayingCodec(LosslessCodec()))
+    store = _opened(inner, Codec("lossless", Paying()))
     assert store.set(_batch(CONTENTS)) == [SetResult.STORED] * 6
     assert _read(store) == CONTENTS
     assert inner.moved == [("set", [SIZE] * 6), ("get", [SIZE] * 6)]
 
 
 def test_auto_encodes_for_a_slow_medium_and_reads_what_is_there(inner: Counting) -> None:
-    codec = PayingCodec(LosslessCodec())
-    store = _opened(inner, codec)
+    paying = Paying()
+    store = _opened(inner, Codec("lossless", paying))
     assert store.set(_batch(CONTENTS[:2])) == [SetResult.STORED] * 2
     for _ in range(20):
-        codec.moved("set", 1 << 20, 1.0)
+        paying.moved("set", 1 << 20, 1.0)
     assert store.set(_batch(CONTENTS)) == [SetResult.EXISTS] * 2 + [SetResult.STORED] * 4
     assert max(inner.moved[-1][1]) < SIZE / 1.4
     assert _read(store) == CONTENTS
 
 
 def test_a_damaged_encoded_page_is_corrupt_and_can_be_written_again(inner: Counting) -> None:
-    store = _opened(inner, LosslessCodec())
+    store = _opened(inner, Codec("lossless"))
     store.set(_batch(CONTENTS[:1]))
     [form] = [form for form in pages_of(store).forms(IDENTITY) if inner.contains([form.identity + KEYS[0][16:]])[0]]
     key = form.identity + KEYS[0][16:]
-    length = form.stored_length(SIZE, 1)
+    length = form.stored_length(SIZE)
     page = fresh(length)
     assert inner.get(PageBatch([key], [[page]])) == [GetResult.HIT]
     # The frame of the exponents, not its checksum: as somebody with a checksum of his own would store it.

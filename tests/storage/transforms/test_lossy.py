@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache_ext.page.transforms.lossless import LosslessCodec
-from hicache_ext.page.transforms.lossy import LossyCodec
-from hicache_ext.page.transforms.numbers import Code
+from hicache_ext.page.transforms.codec import Codec
+from hicache_ext.page.transforms.header import LOSSY_CODECS
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.store import TransformedStore
@@ -61,51 +60,51 @@ def read(store: PageStore, identity: bytes = KV) -> list[bytes | None]:
 
 
 @pytest.mark.parametrize("mode", [None, AUTHENTICATE, ENCRYPT], ids=str)
-@pytest.mark.parametrize("code", Code)
-def test_pages_come_back_as_their_codes_say_and_are_counted(inner: MemoryPageStore, code: Code, mode: Any) -> None:
-    store = opened(inner, LossyCodec(code), mode)
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_pages_come_back_as_their_codes_say_and_are_counted(inner: MemoryPageStore, code: str, mode: Any) -> None:
+    store = opened(inner, Codec(code), mode)
     assert write(store, CONTENTS) == [SetResult.STORED] * 6
     pages = pages_for(code)
     assert read(store) == [decoded_by(pages, encoded_by(pages, content)) for content in CONTENTS]
-    assert store.metrics.value("lossy", code.value) == 6
+    assert store.metrics.value("lossy", code) == 6
 
 
 def test_pages_that_are_stored_as_they_are_do_not_count(inner: MemoryPageStore) -> None:
-    store = opened(inner, LossyCodec(Code.INT8))
+    store = opened(inner, Codec("int8"))
     write(store, [INFINITE, CONTENTS[1]])
     assert read(store)[0] == INFINITE
     assert store.metrics.value("lossy", "int8") == 1
 
 
 def test_states_beside_the_keys_and_values_stay_exact_and_do_not_count(inner: MemoryPageStore) -> None:
-    store = opened(inner, LossyCodec(Code.INT8))
+    store = opened(inner, Codec("int8"))
     write(store, CONTENTS, STATE)
     assert read(store, STATE) == CONTENTS
     assert store.metrics.value("lossy", "int8") == 0
 
 
-@pytest.mark.parametrize("code", Code)
+@pytest.mark.parametrize("code", LOSSY_CODECS)
 def test_pages_of_an_exact_identity_stay_exact_on_their_way_through_a_lossy_tier(
-    inner: MemoryPageStore, code: Code
+    inner: MemoryPageStore, code: str
 ) -> None:
     """``warm`` copies pages of every identity that it is told of, into a lossy tier and out of it."""
-    lossy_tier, exact_tier = (TransformedStore(inner, codec, None) for codec in (LossyCodec(code), LosslessCodec()))
+    lossy_tier, exact_tier = (TransformedStore(inner, codec, None) for codec in (Codec(code), Codec("lossless")))
     exact = {**document(), "model": {"id": "model", "compute": ""}}
     exact["pool"]["segments"] = [SIZE // 2, SIZE // 2]
     for store in (lossy_tier, exact_tier):
         store.register_identity(KV, exact)
     write(lossy_tier, CONTENTS)
     assert read(lossy_tier) == CONTENTS
-    assert lossy_tier.metrics.value("lossy", code.value) == 0
+    assert lossy_tier.metrics.value("lossy", code) == 0
 
 
-@pytest.mark.parametrize("other", [LossyCodec(Code.FP8), LosslessCodec()], ids=lambda codec: codec.label.decode())
+@pytest.mark.parametrize("other", [Codec("fp8"), Codec("lossless")], ids=lambda codec: codec.label.decode())
 def test_what_one_codec_wrote_another_one_does_not_find(inner: MemoryPageStore, other: Any) -> None:
-    write(opened(inner, LossyCodec(Code.INT8)), CONTENTS)
+    write(opened(inner, Codec("int8")), CONTENTS)
     assert read(opened(inner, other)) == [None] * 6
 
 
-@pytest.mark.parametrize(("codec", "declared"), [(LossyCodec(Code.FP8), True), (LosslessCodec(), False)])
+@pytest.mark.parametrize(("codec", "declared"), [(Codec("fp8"), True), (Codec("lossless"), False)])
 def test_the_series_of_a_lossy_tier_begins_with_zero(inner: MemoryPageStore, codec: Any, declared: bool) -> None:
     [report] = TierReports().sources([opened(inner, codec)])
     assert (("lossy", "fp8") in report.snapshot()) is declared

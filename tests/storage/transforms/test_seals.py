@@ -17,9 +17,9 @@ from cryptography.exceptions import UnsupportedAlgorithm
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms import body, forms
+from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.forms import Transforms
 from hicache_ext.page.transforms.header import HEADER_LENGTH, Header
-from hicache_ext.page.transforms.lossless import LosslessCodec
 from hicache_ext.page.transforms.sealing import CipherKind, Seal, SealKey, SealMode
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.contract.transforming.store import TransformedStore
@@ -206,7 +206,7 @@ def test_one_secret_under_two_ids_is_two_keys(mode: SealMode) -> None:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_pages_of_another_version_of_the_format_are_never_met(sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = None if sealed else LosslessCodec()
+    codec = None if sealed else Codec("lossless")
     document = {"pool": {"dtype": "bfloat16", "segments": [1 << 16]}}
     made = Transforms(codec, seal(ENCRYPT, "new") if sealed else None, 1)
     ours = {form.identity for form in made.forms(IDENTITY, document).all if not form.plain}
@@ -386,7 +386,7 @@ def test_a_page_whose_seal_is_wrong_leaves_no_plaintext_in_the_host_page() -> No
     size = 1 << 16
     (form,) = Transforms(None, seal(ENCRYPT, "new"), 1).forms(IDENTITY, None).all
     name, content = page_keys(1)[0], memoryview(b"\x55" * size)
-    stored = memoryview(bytearray(form.stored_length(size, 1)))
+    stored = memoryview(bytearray(form.stored_length(size)))
     body.write(stored, name, form, [content], None, bytes(24), fresh)
     stored[-1] ^= 1
     page = memoryview(bytearray(b"\xee" * size))

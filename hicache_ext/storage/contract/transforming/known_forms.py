@@ -16,7 +16,6 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms
-from hicache_ext.page.transforms.paying import PayingCodec
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract import tenants
@@ -38,31 +37,31 @@ class KnownForms:
     def __init__(self, transforms: Transforms, documents: Mapping[bytes, Mapping[str, Any]]) -> None:
         """``documents``: of the identities, by digest; grows."""
         self.transforms = transforms
+        self.paying = None if transforms.codec is None else transforms.codec.paying
         self._documents = documents
-        self._forms: dict[bytes, Forms] = {}
+        self._forms: dict[tuple[bytes, bool], Forms] = {}
         self._seen: dict[bytes, int] = {}
 
     def forms(self, identity: bytes) -> Forms:
-        known = self._forms.get(identity)
+        document = self._documents.get(identity)
+        # Another one when its document has come.
+        known = self._forms.get((identity, document is None))
         if known is None:
-            known = self.transforms.forms(identity, self._documents.get(identity))
+            known = self.transforms.forms(identity, document)
             if len(self._forms) >= _MOST_REMEMBERED:
                 self._forms.clear()
-            self._forms[identity] = known
+            self._forms[identity, document is None] = known
         return known
 
-    def forget(self, identity: bytes) -> None:
-        """Its document has come."""
-        self._forms.pop(identity, None)
-
-    def length(self, form: Form, payload: int) -> int:
-        """Bytes that are stored of a page in this form."""
-        return form.stored_length(payload, self.transforms.block)
+    def encodes_now(self, forms: Forms) -> bool:
+        """Whether pages are to be encoded that are written in one of these."""
+        codec = forms.written[-1].codec
+        return codec is not None and (self.paying is None or self.paying.may_pay(codec))
 
     def note_moved(self, call: str, batch: PageBatch, began: float, moved: int) -> None:
         """So many pages of a batch of stored pages went to or came from the medium since ``began``."""
-        if isinstance(codec := self.transforms.codec, PayingCodec) and moved:
-            codec.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
+        if moved and self.paying is not None:
+            self.paying.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
 
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
         """In which form, a place among all, each page is there."""

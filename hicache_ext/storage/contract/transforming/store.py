@@ -25,8 +25,7 @@ from hicache_ext.errors import ClearLaterError, StoreClosedError
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Forms, Transforms, stored_as
-from hicache_ext.page.transforms.header import SALT_LENGTH
-from hicache_ext.page.transforms.lossy import lossy_name
+from hicache_ext.page.transforms.header import CODEC_NUMBERS, LOSSY_CODECS, SALT_LENGTH
 from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
@@ -55,6 +54,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 _LEADING_AT_ONCE = 256
+_LOSSY = {CODEC_NUMBERS[name]: name for name in LOSSY_CODECS}
 
 
 class TransformedStore(DelegatingStore):
@@ -107,13 +107,9 @@ class TransformedStore(DelegatingStore):
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._documents[digest] = document
-        known = self._known
-        known.forget(digest)
-        if self._unsealed is not None:
-            self._unsealed.known.forget(digest)
         # As it is: tools look for the identity of a model under its own digest.
         self.inner.register_identity(digest, document)
-        self._register_forms(known, digest, document)
+        self._register_forms(self._known, digest, document)
 
     def _register_forms(self, known: KnownForms, digest: bytes, document: Mapping[str, Any]) -> None:
         for form in known.forms(digest).written:
@@ -238,12 +234,9 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
         plain = [page for page, form in enumerate(chosen) if form.plain]
-        for position, answer in zip(
-            plain, self._move_plain(known, "get", self.inner.get, batch, plain, GetResult.HIT), strict=True
-        ):
-            results[position] = answer
+        self._move_plain(known, "get", self.inner.get, batch, plain, results, GetResult.HIT)
         coded = [page for page, form in enumerate(chosen) if not form.plain]
-        portions = self._portions.of(coded, [known.length(chosen[page], batch.sizes[page]) for page in coded])
+        portions = self._portions.of(coded, [chosen[page].stored_length(batch.sizes[page]) for page in coded])
 
         def read(number: int) -> None:
             positions = portions[number]
@@ -268,7 +261,7 @@ class TransformedStore(DelegatingStore):
         forms: Sequence[Form],
     ) -> list[GetResult]:
         """Read the pages at these positions, which are stored under ``names``; ``forms``: of all pages."""
-        lengths = [known.length(forms[i], batch.sizes[i]) for i in positions]
+        lengths = [forms[i].stored_length(batch.sizes[i]) for i in positions]
         with self._memory.lent_to_call(lengths) as rooms:
             asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
             began = time.monotonic()
@@ -292,7 +285,7 @@ class TransformedStore(DelegatingStore):
 
             self._portions.each(len(hits), unpack)
         codecs = [forms[positions[page]].codec for page in hits if answers[page] is GetResult.HIT]
-        if lossy := [name for codec in codecs if (name := lossy_name(codec)) is not None]:
+        if lossy := [_LOSSY[codec.code] for codec in codecs if codec is not None and codec.code in _LOSSY]:
             self.metrics.add_many("lossy", Counter(lossy))
         return answers
 
@@ -328,9 +321,9 @@ class TransformedStore(DelegatingStore):
             left = [page for page in left if results[page] is not SetResult.EXISTS]
         raw = forms.written[0]
         plain: list[int] = []
-        if raw.plain and not forms.encodes_now():
+        if raw.plain and not known.encodes_now(forms):
             plain, left = left, []
-        portions = self._portions.of(left, [known.length(raw, batch.sizes[page]) for page in left])
+        portions = self._portions.of(left, [raw.stored_length(batch.sizes[page]) for page in left])
 
         def write(number: int) -> None:
             positions = portions[number]
@@ -344,18 +337,14 @@ class TransformedStore(DelegatingStore):
                     results[position] = answer
 
         self._portions.run(len(portions), write)
-        plain.sort()
-        for position, stored in zip(
-            plain, self._move_plain(known, "set", self.inner.set, batch, plain, SetResult.STORED), strict=True
-        ):
-            results[position] = stored
+        self._move_plain(known, "set", self.inner.set, batch, sorted(plain), results, SetResult.STORED)
         return results
 
     def _write_portion(
         self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
     ) -> Sequence[SetResult | None]:
         """Write pages of one identity; None of those that are to be stored as they are, without a seal."""
-        coded, raw = self._encoded(forms, batch), forms.written[0]
+        coded, raw = self._encoded(known, forms, batch), forms.written[0]
         results: list[SetResult | None] = [None] * len(batch)
         some = [page for page, piece in enumerate(coded) if piece is not None or not raw.plain]
         if not some:
@@ -367,7 +356,7 @@ class TransformedStore(DelegatingStore):
             for piece in coded
         ]
         stored = stored_keys_of(keys, chosen)
-        lengths = [known.length(form, size) for form, size in zip(chosen, batch.sizes, strict=True)]
+        lengths = [form.stored_length(size) for form, size in zip(chosen, batch.sizes, strict=True)]
         salts = new_salts(len(batch))
         with self._memory.lent_to_call(lengths) as rooms:
 
@@ -389,16 +378,16 @@ class TransformedStore(DelegatingStore):
             results[page] = answer
         return results
 
-    def _encoded(self, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
+    def _encoded(self, known: KnownForms, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
         """Each page encoded, None where it is stored as it is."""
-        codec = forms.written[-1].codec
-        if codec is None or not forms.encodes_now():
+        codec, paying = forms.written[-1].codec, known.paying
+        if codec is None or not known.encodes_now(forms):
             return [None] * len(batch)
 
         def encode(page: int) -> memoryview | None:
-            if batch.sizes[page] != forms.payload:
+            if batch.sizes[page] != codec.payload:
                 return None
-            return body.encoded(codec, batch.buffers[page], self._memory.of_thread)
+            return body.encoded(codec, paying, batch.buffers[page], self._memory.of_thread)
 
         return self._portions.each(len(batch), encode)
 
@@ -411,16 +400,18 @@ class TransformedStore(DelegatingStore):
         move: Callable[[PageBatch], list[_Result]],
         batch: PageBatch,
         positions: Sequence[int],
+        results: list[_Result],
         moved: _Result,
-    ) -> list[_Result]:
-        """Of pages that are stored as they are: straight between the store and their places."""
+    ) -> None:
+        """Move pages that are stored as they are: straight between the store and their places."""
         if not positions:
-            return []
+            return
         pages = batch.select(positions)
         began = time.monotonic()
         answers = one_for_each(move(pages), len(pages))
         known.note_moved(call, pages, began, answers.count(moved))
-        return answers
+        for position, answer in zip(positions, answers, strict=True):
+            results[position] = answer
 
     def _moved(
         self,

@@ -21,7 +21,7 @@ from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.packages import how_to_install
 from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.background import Backoff
-from hicache_ext.runtime.breaker import Breaker, BreakerState
+from hicache_ext.runtime.breaker import Breaker
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import ThreadPool, call_within
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
@@ -112,9 +112,9 @@ class Attachment:
         """For all parts of the tier."""
         self._condition = threading.Condition()
         self._client = self.open_client()
-        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS, on_change=self._master_changed)
+        self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS)
         self._under_way = 0
-        self._late = 0
+        self.late = 0
         """Calls left behind by their callers; they only touch memory of the store."""
         self._unexplained = 0
         """Late calls of which it is not known yet what they wait for."""
@@ -122,8 +122,6 @@ class Attachment:
         self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._registered: list[int] = []
         """Addresses of memory."""
-        self.on_return: Callable[[], None] = lambda: None
-        """Called when calls go through again, on the thread that found the master."""
 
     def client(self) -> contextlib.AbstractContextManager[Any]:
         """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
@@ -149,7 +147,7 @@ class Attachment:
 
     @property
     def _open_to_calls(self) -> bool:
-        return self._unexplained == 0 and self._late < _MOST_LATE and self._master.up
+        return self._unexplained == 0 and self.late < _MOST_LATE and self._master.up
 
     @property
     def attached(self) -> bool:
@@ -203,7 +201,7 @@ class Attachment:
                     learn(answer)
             finally:
                 with self._condition:
-                    self._late -= 1
+                    self.late -= 1
                 note_explained()
 
         try:
@@ -216,7 +214,7 @@ class Attachment:
             return under_way.result()
         # It may end between the line above and these: both sides only add and subtract.
         with self._condition:
-            self._late += 1
+            self.late += 1
             self._unexplained += 1
             self._condition.notify_all()
         seconds = time.monotonic() - started
@@ -262,10 +260,6 @@ class Attachment:
         self.log.log(logging.INFO, "back", "hicache_ext: tier %s: the master answers again", self.name)
         return True
 
-    def _master_changed(self, state: BreakerState, _: str) -> None:
-        if state is BreakerState.CLOSED:
-            self.on_return()
-
     def close(self) -> None:
         """Wait for calls under way, give memory back, close the client. Idempotent.
 
@@ -279,7 +273,7 @@ class Attachment:
             self._closed = True
             self._master.close(0)
             ended = self._condition.wait_for(
-                lambda: self._under_way == 0 and self._late == 0, deadline - time.monotonic()
+                lambda: self._under_way == 0 and self.late == 0, deadline - time.monotonic()
             )
         # It may be inside a probe or a setup.
         ended = self._master.close(max(0.0, deadline - time.monotonic())) and ended

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import math
 import re
 import urllib.request
@@ -11,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hicache_ext.config.values import rounded_size
+from hicache_ext.packages import installed_version
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import try_store
@@ -49,10 +48,7 @@ def examine(store: PageStore, tier: MooncakeTierConfig, attachment: Attachment) 
 
 
 def _version() -> Finding:
-    installed = []
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed.append(f"{package} {importlib.metadata.version(package)}")
+    installed = [f"{package} {version}" for package in _PACKAGES if (version := installed_version(package)) is not None]
     if len(installed) > 1:
         return Finding(
             "client library", Level.ERROR, " and ".join(installed), "uninstall one: they overwrite each other"

@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 from hicache_ext.errors import ClearLaterError, NotReadError, StoreClosedError, StoreSetupError, UnansweredError
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import address_of
-from hicache_ext.page.page_object import gather, scatter
+from hicache_ext.page.page_object import decode_object, encode_object
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, cut
+from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict, cut
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
@@ -74,7 +74,7 @@ _CAREFUL_PIECES = 16
 _CAREFUL_WAIT = 0.25
 """Seconds that a careful write is waited for."""
 _MOST_LATE = 4
-"""Writes that go on without their callers before no more are begun; fewer than those after which nothing is read."""
+"""Calls that go on without their callers before no writes are begun; fewer than those after which nothing is read."""
 
 _SET_RESULTS = {
     engine.OK: SetResult.STORED,
@@ -118,11 +118,8 @@ class MooncakeStore(TierStore):
         self._bad_pages = BadPages(name, self.metrics, self)
         self._no_writes_until = 0.0
         self._careful_until = 0.0
-        self._late = 0
-        """Writes that go on without their callers."""
         self._writing: set[bytes] = set()
         self._writing_ended = threading.Condition()
-        attachment.on_return = self._clearing.try_again
 
     @property
     def attached(self) -> bool:
@@ -229,7 +226,8 @@ class MooncakeStore(TierStore):
                 results[position] = GetResult.TIMEOUT
             return False
         whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
-        reasons = self._for_each_page(portion, whole, lambda number: self._received(batch, portion, number))
+        # Copied from scratch into host memory if it is the right one.
+        reasons = self._for_each_page(portion, batch, whole, decode_object)
         reason_of = dict(zip(whole, reasons, strict=True))
         other_sizes: Mapping[str, int] | None = {}
         if any(code in _FAILED for code in codes):
@@ -241,9 +239,8 @@ class MooncakeStore(TierStore):
                 reason = reason_of.get(number, "length")
                 results[position] = GetResult.CORRUPT if reason else GetResult.HIT
                 if reason:
-                    seen = Sighting(code) if reason == "length" else Sighting.of(code, [portion.objects[number]])
                     self.metrics.add("corrupt", reason)
-                    self._bad_pages.suspect(batch.keys[position], len(portion.objects[number]), seen, reason)
+                    self._bad_pages.suspect(batch.keys[position], len(portion.objects[number]), reason)
             else:
                 results[position] = _GET_RESULTS.get(code, GetResult.ERROR)
                 if results[position] is not GetResult.MISS:
@@ -256,16 +253,6 @@ class MooncakeStore(TierStore):
         """What the failures of a read say: the sizes of objects that have another one, and which holders are out."""
         failed = {name: lengths[name] for name, code in zip(lengths, codes, strict=True) if code in _FAILED}
         return self._holders.learn(client, failed) if failed else {}
-
-    def _received(self, batch: PageBatch, portion: Portion, number: int) -> str | None:
-        """Copy a page from scratch into host memory if it is the right one; why it is not otherwise."""
-        position, page_object = portion.positions[number], portion.objects[number]
-        key, payload = batch.keys[position], page_object[HEADER_LENGTH:]
-        reason = envelope.reason_to_refuse(page_object[:HEADER_LENGTH], key, [payload])
-        if reason is not None:
-            return reason
-        scatter(payload, batch.buffers[position])
-        return None
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -359,8 +346,9 @@ class MooncakeStore(TierStore):
             if takes and first_of.setdefault(key, position) == position:
                 positions.append(position)
         is_full = time.monotonic() < self._no_writes_until
-        if positions and (self._late >= _MOST_LATE or is_full):
-            self.metrics.add("rejected", "holder" if self._late >= _MOST_LATE else "full", len(positions))
+        is_slow = self._attachment.late >= _MOST_LATE
+        if positions and (is_slow or is_full):
+            self.metrics.add("rejected", "holder" if is_slow else "full", len(positions))
         elif positions and self._attachment.attached:
             self._write_absent(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
@@ -433,7 +421,8 @@ class MooncakeStore(TierStore):
     ) -> bool:
         """Write the pages of one portion; whether it makes sense to go on."""
         waiting = list(range(len(portion.positions)))
-        self._for_each_page(portion, waiting, lambda number: self._prepare(batch, portion, number))
+        # Into scratch memory, behind its header.
+        self._for_each_page(portion, batch, waiting, lambda whole, key, segments: encode_object(key, segments, whole))
         for attempt in range(1, _FULL_ATTEMPTS + 1):
             keys = [batch.keys[portion.positions[number]] for number in waiting]
             put = functools.partial(
@@ -478,19 +467,11 @@ class MooncakeStore(TierStore):
         careful = self._careful
         if careful:
             deadline = min(deadline, time.monotonic() + _CAREFUL_WAIT)
-        codes = self._transferred(
-            scratch, put, deadline, explain=self._attachment.master_answers, at_last=lambda: self._count_late(-1)
-        )
+        codes = self._transferred(scratch, put, deadline, explain=self._attachment.master_answers)
         if codes is not None:
             return codes
-        self._count_late(1)
         self._begin_to_be_careful()
         return SetResult.REJECTED if careful else SetResult.TIMEOUT
-
-    def _count_late(self, more: int) -> None:
-        # A late write may end before it is counted as late.
-        with self._writing_ended:
-            self._late += more
 
     @property
     def _careful(self) -> bool:
@@ -506,15 +487,6 @@ class MooncakeStore(TierStore):
             _CAREFUL,
         )
 
-    def _prepare(self, batch: PageBatch, portion: Portion, number: int) -> None:
-        """Copy a page into scratch memory, behind its header."""
-        position, page_object = portion.positions[number], portion.objects[number]
-        payload = page_object[HEADER_LENGTH:]
-        gather(batch.buffers[position], payload)
-        # Of the copy: should the page change meanwhile, the object is still one that can be trusted.
-        header = envelope.encode_header(batch.keys[position], [payload])
-        page_object[:HEADER_LENGTH] = header
-
     # -- memory of the tier ------------------------------------------------------------------------------------------
 
     def _transferred(
@@ -525,23 +497,30 @@ class MooncakeStore(TierStore):
         *,
         explain: Callable[[], bool],
         learn: Callable[[list[int]], object] = lambda codes: None,
-        at_last: Callable[[], None] = lambda: None,
     ) -> list[int] | None:
         """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
-
-        def end() -> None:
-            self._scratch.give_back(scratch)
-            at_last()
-
-        codes = self._attachment.call_bounded(call, deadline, end, explain=explain, learn=learn)
+        codes = self._attachment.call_bounded(
+            call, deadline, lambda: self._scratch.give_back(scratch), explain=explain, learn=learn
+        )
         scratch.left_behind = codes is None
         return codes
 
-    def _for_each_page(self, portion: Portion, numbers: Sequence[int], work: Callable[[int], _T]) -> list[_T]:
-        """``work`` for pages of the portion, which copies them."""
+    def _for_each_page(
+        self,
+        portion: Portion,
+        batch: PageBatch,
+        numbers: Sequence[int],
+        work: Callable[[memoryview, bytes, Sequence[memoryview]], _T],
+    ) -> list[_T]:
+        """``work`` for pages of the portion, which copies them: the object, the key and the segments of each."""
+
+        def copy(i: int) -> _T:
+            position = portion.positions[numbers[i]]
+            return work(portion.objects[numbers[i]], batch.keys[position], batch.buffers[position])
+
         if sum([len(page_object) for page_object in portion.objects]) < ALONE_BYTES * len(portion.objects):
-            return [work(number) for number in numbers]
-        return self._copying.run(len(numbers), lambda i: work(numbers[i]))
+            return [copy(i) for i in range(len(numbers))]
+        return self._copying.run(len(numbers), copy)
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -604,15 +583,15 @@ class MooncakeStore(TierStore):
                 raise NotReadError(engine.reason_of(code) if code < 0 else "length")
             return Stored(size, memoryview(bytes(memory)))
 
-    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+    def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
         name = self._object_name(key)
         if self._clearing.hides(key) or self._ask_of_one(lambda client: client.get_size(name)) != bad.length:
-            return Removal.CHANGED
+            return None
         # Forced: the read has just taken a lease.
         code = self._ask_of_one(lambda client: client.batch_remove([name], True)[0])
         if code not in (engine.OK, engine.NOT_FOUND):
             raise NotReadError(engine.reason_of(code))
-        return Removal.REMOVED
+        return Verdict.REMOVED
 
     def _ask_of_one(
         self,

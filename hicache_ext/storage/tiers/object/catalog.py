@@ -87,6 +87,7 @@ _WHOLE_EVERY = 300.0
 """Seconds between listings of a whole identity."""
 _IN_USE = 1800.0
 """Seconds for which an identity that nobody asks for is listed."""
+_MOST_BURIED = 1 << 16
 _MOST_UNITS = 4
 """Listings of a unit of time each, where a listing cannot begin in the middle; for more time all is listed."""
 
@@ -99,6 +100,7 @@ class KnownPacks:
     """What is known of one identity."""
 
     index: PackIndex = field(default_factory=PackIndex)
+    """Another one when everything is forgotten: what a listing from before tells is lost with the former one."""
     whole: bool = False
     """It was listed whole."""
     listed_at: float = 0.0
@@ -106,10 +108,10 @@ class KnownPacks:
     whole_at: float = 0.0
     """The same of the last whole one, by time.monotonic()."""
     used_at: float = 0.0
-    generation: int = 0
-    """Changes when everything is forgotten: a listing from before is not believed any more."""
     listing: bool = False
     """A whole listing is under way."""
+    buried: set[str] = field(default_factory=set)
+    """Ids of packs that this process has deleted: a listing that began before shows them still."""
 
 
 class PackCatalog:
@@ -163,9 +165,7 @@ class PackCatalog:
             for digest in list(self._known) if digests is None else digests:
                 known = self._known.get(digest)
                 if known is not None:
-                    known.generation += 1
-                    known.whole = False
-                    known.index.clear()
+                    known.index, known.whole = PackIndex(), False
 
     def page_count(self) -> int:
         return sum(known.index.page_count for known in list(self._known.values()))
@@ -183,35 +183,30 @@ class PackCatalog:
             if is_first and known.listing:
                 raise TimeoutError("the identity is being listed")
             known.listing = known.listing or is_first
-            generation, since = known.generation, known.listed_at - self._margin
+            index, since = known.index, known.listed_at - self._margin
         if is_first:
             return self._list_whole(digest, known)
         begun = self._requests.now()
         seen: dict[str, int] = {}
         for items in self._listed_since(digest, since):
-            seen |= self._learn(known, items, generation)
+            seen |= _learn(index, items, known.buried)
         with self._changed:
-            if known.generation == generation:
+            if known.index is index:
                 known.listed_at = max(known.listed_at, begun)
         return seen
 
     def _list_whole(self, digest: bytes, known: KnownPacks) -> dict[str, int]:
         """``known.listing`` is set, and belongs to this call."""
         try:
-            generation, before, begun, began = (
-                known.generation,
-                known.index.ids(),
-                self._requests.now(),
-                time.monotonic(),
-            )
-            seen: dict[str, int] = {}
+            index, begun, began = known.index, self._requests.now(), time.monotonic()
+            before, seen = index.ids(), dict[str, int]()
             for items in self._listed(packs_of(digest)):
-                seen |= self._learn(known, items, generation)
+                seen |= _learn(index, items, known.buried)
             with self._changed:
-                if known.generation != generation:
+                if known.index is not index:
                     return seen
                 for pack_id in before - seen.keys():
-                    known.index.forget(pack_id)
+                    index.forget(pack_id)
                 known.whole, known.listed_at, known.whole_at = True, begun, began
             self._tidy(digest, known)
             return seen
@@ -219,19 +214,6 @@ class PackCatalog:
             with self._changed:
                 known.listing = False
                 self._changed.notify_all()
-
-    def _learn(self, known: KnownPacks, items: Iterable[_Listed], generation: int) -> dict[str, int]:
-        seen: dict[str, int] = {}
-        with self._changed:
-            if known.generation != generation:
-                return seen
-            for item, size in items:
-                if isinstance(item, Pack):
-                    known.index.add(item)
-                    seen[item.id] = size
-                else:
-                    known.index.add_tombstone(item)
-        return seen
 
     def _listed_since(self, digest: bytes, since: float) -> Iterator[list[_Listed]]:
         first, last = max(0, int(since * 1000)), int((self._requests.now() + _CLOCKS_APART) * 1000)
@@ -309,6 +291,9 @@ class PackCatalog:
         if (known.index.dead_mask(pack.id) | mask) & pack.all_dead == pack.all_dead:
             tombstones = known.index.tombstones_of(pack.id)
             self._requests.delete([packed_name(digest, pack)])
+            if len(known.buried) >= _MOST_BURIED:
+                known.buried.clear()
+            known.buried.add(pack.id)
             known.index.forget(pack.id)
             # In this order: a tombstone without a pack is nothing, a pack without its tombstones comes back.
             if tombstones:
@@ -320,3 +305,15 @@ class PackCatalog:
         if full is not None:
             # Somebody else took the rest away meanwhile.
             self.bury(digest, full, 0)
+
+
+def _learn(index: PackIndex, items: Iterable[_Listed], buried: set[str]) -> dict[str, int]:
+    """Add what was listed; the packs among it, id and bytes."""
+    seen: dict[str, int] = {}
+    for item, size in items:
+        if isinstance(item, Tombstone):
+            index.add_tombstone(item)
+        elif item.id not in buried:
+            index.add(item)
+            seen[item.id] = size
+    return seen

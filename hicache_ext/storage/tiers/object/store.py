@@ -48,7 +48,7 @@ from hicache_ext.page.page_object import HEADER_LENGTH, scatter
 from hicache_ext.runtime.call_deadline import tell_connection_lost
 from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
-from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Sighting, Stored, Verdict
+from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
@@ -218,10 +218,10 @@ class ObjectPageStore(TierStore):
     def _hides(self, key: bytes) -> bool:
         return self._bad_pages.hides(key) or self._clearing.hides(key)
 
-    def _suspect(self, key: bytes, size: int, seen: Sighting, reason: str) -> GetResult:
+    def _suspect(self, key: bytes, size: int, reason: str) -> GetResult:
         """What was seen under ``key`` is not the page of ``size`` bytes: count it, have it looked at; CORRUPT."""
         self.metrics.add("corrupt", reason)
-        self._bad_pages.suspect(key, size, seen, reason)
+        self._bad_pages.suspect(key, size, reason)
         return GetResult.CORRUPT
 
     # -- presence --------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class ObjectPageStore(TierStore):
         except Exception as error:  # noqa: BLE001 - a client library's errors end here
             return [(position, self._requests.failed(error, call, GetResult))]
         reason = "truncated" if found < size else "longer"
-        return [(position, self._suspect(key, size, Sighting(found), reason))]
+        return [(position, self._suspect(key, size, reason))]
 
     def _read_run(self, batch: PageBatch, run: Run, call: Call[Any]) -> list[tuple[int, GetResult | None]]:
         """Read neighbours. Nothing is said of pages whose pack is gone: they may be in one that came since."""
@@ -380,7 +380,7 @@ class ObjectPageStore(TierStore):
             page, key = body[number * size : (number + 1) * size], batch.keys[position]
             place = Place(run.pack, run.first + number)
             result = (
-                self._suspect(key, size, Sighting(page.nbytes), "truncated")
+                self._suspect(key, size, "truncated")
                 if page.nbytes < size
                 else self._checked(page, key, batch.buffers[position], place, call)
             )
@@ -398,7 +398,7 @@ class ObjectPageStore(TierStore):
             self._catalog.of(key[:IDENTITY_LENGTH]).index.forget_page(place)
             return GetResult.MISS
         if reason is not None:
-            return self._suspect(key, body.nbytes, Sighting.of(body.nbytes, [body]), reason)
+            return self._suspect(key, body.nbytes, reason)
         self._bad_pages.clear([key])
         with call.memory() as mine:
             if not mine:
@@ -414,13 +414,18 @@ class ObjectPageStore(TierStore):
         for position, key in enumerate(batch.keys):
             first.setdefault(key, position)
         results: dict[int, SetResult] = {}
+        some_are_bad = self._bad_pages.hides_some
         found, failed = self._look_up(list(first), self._clearing.hides, deadline)
         sizes = {key: HEADER_LENGTH + batch.sizes[position] for key, position in first.items()}
         for key, there in found.items():
             if there.pack.page_bytes != sizes[key]:
-                self._suspect(key, sizes[key], Sighting(there.pack.page_bytes), "length")
+                self._suspect(key, sizes[key], "length")
         # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
+        if some_are_bad:
+            # What was there when it was looked for may have been removed since, and have no verdict any more.
+            left = zip(found, self._catalog.find(list(found)), strict=True)
+            found = {key: found[key] for key, place in left if place is not None}
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
             place, verdict = found.get(key), verdicts.get(key)
@@ -508,7 +513,7 @@ class ObjectPageStore(TierStore):
         requests, catalog = self._requests, self._catalog
         looks = [requests.trying(partial(catalog.refresh, digest, deadline)) for digest in identities_of(keys)]
         requests.share(looks, deadline)
-        places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all([key])[0]]
+        places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all(key)]
         are_pages, _ = requests.share([partial(self._is_page, key, place) for key, place in places], deadline)
         of_packs: dict[tuple[bytes, Pack], dict[bytes, int]] = {}
         for (key, place), is_page in zip(places, are_pages, strict=True):
@@ -557,24 +562,24 @@ class ObjectPageStore(TierStore):
             return None
         return Stored(min(found.length, place.pack.page_bytes), found.data, (found.version, place))
 
-    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+    def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
         version, place = bad.version
         requests, name = self._requests, packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
             client = self._connect()
             is_compared = requests.etags_are_md5 and bad.length == len(bad.data)
             if is_compared and not is_md5_of(whole_pack(requests, client, name, place, bad), version):
-                return Removal.DENIED
+                return Verdict.DENIED
             if self._clearing.hides(key) or requests.obstore.head(client, name).get("e_tag") != version:
-                return Removal.CHANGED
+                return None
             self._catalog.bury(key[:IDENTITY_LENGTH], place.pack, place.mask)
         except NotReadError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
             if (reason := explain(error).reason) != "absent":
                 raise NotReadError(reason) from None
-            return Removal.CHANGED
-        return Removal.REMOVED
+            return None
+        return Verdict.REMOVED
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         return self._bad_pages.remove_copies(copies)

@@ -24,7 +24,7 @@ from hicache_ext.errors import OversizedValueError, ProtocolError, RefusedError,
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime.vectored import IOV_MAX
-from hicache_ext.storage.contract.bad_pages import Removal, Sighting, Stored
+from hicache_ext.storage.contract.bad_pages import Stored, Verdict
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
 from hicache_ext.storage.tiers.redis.config import Endpoint
 from hicache_ext.storage.tiers.redis.connection import (
@@ -98,8 +98,8 @@ class PageCall:
         self.reason = ""
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
         self.redirect: tuple[str, int, Endpoint] | None = None
-        self.seen: Sighting | None = None
-        """Of a copy that is not this page."""
+        self.seen = False
+        """Whether a copy was seen that is not this page."""
 
     def request(self, word: bytes) -> bytes:
         """A command whose only argument is the page's name; ``command`` in haste, since it is made for every page."""
@@ -140,8 +140,8 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> Re
     """That the server refused it is answered, if it did."""
     try:
         length = connection.reader.page_into(header, call.segments)
-    except OversizedValueError as error:
-        call.seen = Sighting(error.length)
+    except OversizedValueError:
+        call.seen = True
         call.finish(GetResult.CORRUPT, "longer")
         raise
     except ProtocolError:
@@ -153,7 +153,7 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> Re
         if _is_redirect(call, length):
             return None
         if length.code == "WRONGTYPE":
-            call.seen = Sighting(-1)
+            call.seen = True
             call.finish(GetResult.CORRUPT, "type")
             return None
         call.finish(GetResult.ERROR, length.code)
@@ -166,9 +166,7 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> Re
         if reason is None:
             call.finish(GetResult.HIT)
         else:
-            # A value of another length was thrown away, all but its beginning.
-            arrived = [header, *call.segments] if length == call.size else [header[: min(length, HEADER_LENGTH)]]
-            call.seen = Sighting.of(length, arrived)
+            call.seen = True
             call.finish(GetResult.CORRUPT, reason)
     return None
 
@@ -196,7 +194,7 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
         raise
     # Mostly another writer's page. Whatever it is: EXISTS means that it can be read.
     for call in _pages_missing(connection, raced):
-        call.seen = Sighting(0)
+        call.seen = True
         call.finish(SetResult.REJECTED, "suspect")
     # Who has taken one of them takes writes.
     takes = refusal not in _OF_THE_SERVER and any(call.result is SetResult.STORED for call in missing)
@@ -249,7 +247,7 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
             call.finish(SetResult.EXISTS)
             continue
         if length:
-            call.seen = Sighting(length)
+            call.seen = True
             call.finish(SetResult.REJECTED, "suspect")
         else:
             missing.append(call)
@@ -335,7 +333,7 @@ def read_again(connection: Connection, call: PageCall, most: int) -> None:
 
 
 def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
-    """Remove the value if it still is ``bad``: the result is a ``Removal``."""
+    """Remove the value if it still is ``bad``: the result is a ``Verdict``, or None."""
     digest = hashlib.sha1(bad.data, usedforsecurity=False).hexdigest().encode()
     numbers = (b"%d" % bad.length, b"%d" % len(bad.data))
     (reply,) = connection.ask([command(b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
@@ -346,7 +344,7 @@ def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
         if not _is_redirect(call, reply):
             raise RefusedError(reply.code, b"UNLINK")
     else:
-        call.finish(Removal.REMOVED if _integer(reply) else Removal.CHANGED)
+        call.finish(Verdict.REMOVED if _integer(reply) else None)
 
 
 def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> list[RefusedError]:

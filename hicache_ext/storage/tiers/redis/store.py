@@ -37,11 +37,10 @@ from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Verdict
+from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.contract.trial import try_store
@@ -269,8 +268,8 @@ class RedisPageStore(TierStore):
     def _note_suspects(self, calls: Iterable[PageCall]) -> None:
         """The pages whose copies are not what they should be; looked at again on another thread."""
         for call in calls:
-            if call.seen is not None:
-                self._bad_pages.suspect(call.key, call.size, call.seen, call.reason)
+            if call.seen:
+                self._bad_pages.suspect(call.key, call.size, call.reason)
 
     def _examine(self, key: bytes, talk: Talk) -> Any:
         """What ``talk`` finds out about one page over a connection of its own. Raises NotReadError."""
@@ -294,10 +293,9 @@ class RedisPageStore(TierStore):
         answer = self._examine(key, lambda connection, calls: read_again(connection, calls[0], most))
         return answer if isinstance(answer, Stored) else None
 
-    def remove_bad(self, key: bytes, bad: Stored) -> Removal:
+    def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
         answer = self._examine(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
-        # A miss: it is being cleared.
-        return answer if isinstance(answer, Removal) else Removal.CHANGED
+        return answer if isinstance(answer, Verdict) else None
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +320,7 @@ class RedisPageStore(TierStore):
                 call.finish(SetResult.REJECTED, "suspect")
         self._write_pages([call for call in calls if call.result is None], deadline)
         self._note_suspects(calls)
-        wrong = sum(call.seen is not None for call in calls)
+        wrong = sum(call.seen for call in calls)
         if wrong:
             self.metrics.add("corrupt", "length", wrong)
         self._write_pages(self._settled([call for call in calls if call.reason == "suspect"], deadline), deadline)
@@ -359,8 +357,8 @@ class RedisPageStore(TierStore):
         for call in suspects:
             # Settled in the meantime where there is no verdict.
             verdict = verdicts.get(call.key, Verdict.GONE)
-            if verdict.free or (verdict is Verdict.GOOD and call.seen is None):
-                call.result, call.reason, call.seen = None, "", None
+            if verdict.free or (verdict is Verdict.GOOD and not call.seen):
+                call.result, call.reason, call.seen = None, "", False
                 again.append(call)
         return again
 
@@ -647,13 +645,13 @@ class RedisPageStore(TierStore):
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+    def post_hint(self, hint: bytes) -> None:
         with self._calls:
-            post_hint(self._tier, self._topology, hint, limits)
+            post_hint(self._tier, self._topology, hint)
 
-    def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
+    def read_hints(self, since: bytes | None) -> tuple[bytes, list[bytes]]:
         with self._calls:
-            return read_hints(self._tier, self._topology, since, limits)
+            return read_hints(self._tier, self._topology, since)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose

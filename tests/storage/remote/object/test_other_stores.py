@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.storage.contract.bad_pages import Sighting
 from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiers.object import client
@@ -190,7 +189,7 @@ def test_who_is_told_a_wrong_size_on_the_way_removes_no_page(azurite: Azurite) -
         assert_hits(reader, keys, [5000])
         proxy.break_with("no size")
         for key in keys:
-            reader._bad_pages.suspect(key, 5128, Sighting(0), "truncated")
+            reader._bad_pages.suspect(key, 5128, "truncated")
         assert reader.wait_until_examined(30)
         assert reader.metrics.value("suspect", "removed") == 0
         proxy.break_with("")

@@ -117,7 +117,7 @@ class PackCatalogue:
         """Every place of a page, as far as names tell."""
         known = self._of(key[:IDENTITY_LENGTH])
         self._refresh(known)
-        return known.index.find_all([key])[0]
+        return known.index.find_all(key)
 
     def path(self, identity: bytes, pack: Pack) -> tuple[str, int]:
         """Where the pack is, and which of its pages are dead there, as far as this process knows."""
