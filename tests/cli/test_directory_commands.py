@@ -392,7 +392,7 @@ def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([command, str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"'{tmp_path}' is no directory of a file tier: it has no hicache_ext.json\n"
+    assert capsys.readouterr().err == f"'{tmp_path}' is no directory of a file tier: it has neither pages nor slabs\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 import re
@@ -18,12 +17,10 @@ import pytest
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.manifest import manifest_text
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
-from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
     OTHER_IDENTITY,
@@ -79,7 +76,6 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
     page_hash = key[16:].hex()
     found = sorted(str(file.relative_to(place)) for file in place.rglob("*") if file.is_file())
     assert found == [
-        "hicache_ext.json",
         f"identities/{IDENTITY.hex()}.json",
         "members",
         f"pages/{IDENTITY.hex()}/{page_hash[:2]}/{page_hash}.page",
@@ -92,36 +88,8 @@ def test_a_directory_is_named_and_laid_out_as_documented(place, store):
     assert re.fullmatch(r"[0-9a-f]{11}-[0-9a-f]{10}-2x1128-[A-Za-z0-9_-]{16}\.pack", pack.name)
     store.remove(page_keys(2)[1:])
     assert [file.name for file in place.glob("pages/*/*/*.pack")] == [pack.name.replace(".pack", ".2.pack")]
-    assert json.loads((place / "hicache_ext.json").read_text()) == {
-        "format": 2,
-        "layout": "pages",
-        "checksum": 1131052123,
-    }
     assert load_document(place, IDENTITY) == {"model": {"id": "m"}}
     assert load_document(place, OTHER_IDENTITY) is None
-
-
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        manifest_text(1, "pages"),
-        manifest_text(3, "pages"),
-        '{"format": 3, "layout": "pages"}',
-        '{"format": 1, "layout": "slab"}',
-        "{}",
-        "",
-        "[]",
-        "null",
-        "\x00\x01",
-        "7",
-    ],
-)
-def test_a_directory_of_another_format_is_refused_in_one_sentence(place, manifest):
-    place.mkdir()
-    (place / "hicache_ext.json").write_text(manifest)
-    with pytest.raises(StoreSetupError, match="tier 'disk' cannot start") as raised:
-        PageDirectory(place, "disk")
-    assert "\n" not in str(raised.value)
 
 
 def test_a_file_where_the_directory_should_be_is_refused(place):
@@ -385,13 +353,3 @@ def test_a_link_to_a_disk_that_is_not_mounted_stays_and_refuses_the_start(place:
     (place.parent / "disk of its own").mkdir()
     PageDirectory(place, "disk").close()
     assert (place / "pages").is_symlink()
-
-
-def test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs(place: Path) -> None:
-    store = SlabStore("disk", place, capacity=64 << 20)
-    store_pages(store, page_keys(3))
-    store.close()
-    (place / "hicache_ext.json").write_text("")
-    store = SlabStore("disk", place, capacity=64 << 20)
-    assert_hits(store, page_keys(3))
-    store.close()

@@ -111,7 +111,7 @@ def test_a_tier_that_is_not_required_comes_when_its_disk_is_mounted(tmp_path: Pa
         store.close()
         pytest.skip("missing: root, to mount a file system")
     try:
-        wait_until(lambda: (tmp_path / "a" / "l3" / "v3" / "hicache_ext.json").exists())
+        wait_until(lambda: (tmp_path / "a" / "l3" / "v3" / "members").exists())
         wait_until(lambda: store_pages(store, page_keys(3))[0].durable)
         assert_hits(store, page_keys(3))
     finally:

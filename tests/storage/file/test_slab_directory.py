@@ -15,7 +15,7 @@ import pytest
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.file_lock import OfdLock
-from hicache_ext.storage.tiers.file.manifest import Layout
+from hicache_ext.storage.tiers.file.layouts import Layout
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
 from hicache_ext.storage.tiers.file.slab.directory import JOINING, SlabDirectory, SlabFile
 from hicache_ext.storage.tiers.file.slab.index import EVERY
@@ -194,7 +194,7 @@ def test_a_directory_that_is_made_where_one_was_removed_is_another(place: Path) 
 # -- what others have put there ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["members", "lock", "hicache_ext.json"])
+@pytest.mark.parametrize("name", ["members", "lock"])
 def test_a_directory_in_the_place_of_a_file_of_ours_is_moved_aside(place: Path, name: str) -> None:
     (place / "v3" / name / "inside").mkdir(parents=True)
     with closing(SlabDirectory(place, "disk", CAPACITY)):

@@ -12,13 +12,7 @@ from pathlib import Path
 from hicache_ext.errors import StoreError
 from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.inspector import Inspector
-from hicache_ext.storage.tiers.file.manifest import (
-    check_before_start,
-    format_and_layout,
-    layout_in,
-    slab_home,
-)
-from hicache_ext.storage.tiers.file.modes import MANIFEST
+from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, layout_in
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
@@ -43,22 +37,17 @@ def open_editor(path: Path) -> Editor:
     return PageFileStore(str(path), path, capacity=None, plan=IoPlan(threads=1))
 
 
-def _layout(path: Path) -> str:
-    """The layout of a directory with a manifest of this version. Raises StoreError without one."""
+def _layout(path: Path) -> Layout:
+    """Raises StoreError where ``path`` is no tier's, or not of one layout alone."""
     try:
-        layout = layout_in(path)
-        if layout is not None:
-            check_before_start(path, layout if layout in ("pages", "slab") else "slab", str(path))
-        home = slab_home(path) if layout == "slab" else path
-        if layout is not None and format_and_layout(home) is not None:
+        if (layout := layout_in(path)) is not None:
+            check_before_start(path, layout, str(path))
             return layout
-        if layout is not None and (home / MANIFEST).exists():
-            raise StoreError(f"{str(home / MANIFEST)!r} cannot be read; the next server that starts makes it anew")
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
     if not path.exists():
         raise StoreError(f"{str(path)!r} does not exist; a server makes it at its start")
-    raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no {MANIFEST}")
+    raise StoreError(f"{str(path)!r} is no directory of a file tier: it has neither pages nor slabs")
 
 
 class SlabEditor(SlabStore):

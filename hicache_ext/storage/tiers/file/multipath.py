@@ -53,7 +53,7 @@ from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
-from hicache_ext.storage.tiers.file.manifest import check_manifest_is_there
+from hicache_ext.storage.tiers.file.layouts import check_files_are_there
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -158,13 +158,13 @@ class _Part:
     def check(self) -> None:
         """Raises OSError unless the device under the path takes a write.
 
-        Makes no directory where a mount has vanished: the tier would begin anew on the disk below. Where there is no
-        manifest, another directory must be there than before, or none, and a file system be mounted where one was.
+        Makes no directory where a mount has vanished: the tier would begin anew on the disk below. Where no files of a
+        tier are there, another directory must be there than before, or none, and a file system be mounted where one was.
         """
         if self._opened is not None:
             opened, mount_point = self._opened
             if directory_signature(self.path) == opened or mount_point not in self._mount_points()[1]:
-                check_manifest_is_there(self.path)
+                check_files_are_there(self.path)
         if self.path.is_dir():
             _try_to_write(self.path)
 

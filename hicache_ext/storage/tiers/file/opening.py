@@ -16,7 +16,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, choose_io, measured_device, takes_direct
-from hicache_ext.storage.tiers.file.manifest import Layout, check_before_start, choose_layout, layout_in
+from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, choose_layout, layout_in
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.path_store import PathStore, record_ttl

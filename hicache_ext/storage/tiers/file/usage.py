@@ -28,7 +28,7 @@ from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import json_in
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.layouts import slab_home
 
 _RECORD_LIMIT = 1 << 20
 _MOST_BYTES = 1 << 60

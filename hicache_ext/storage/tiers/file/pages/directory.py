@@ -2,7 +2,6 @@
 
 ::
 
-    PATH/hicache_ext.json                     what this directory is: format and layout
     PATH/members                              empty; who uses the directory has a byte of it locked (members.py)
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
@@ -30,7 +29,7 @@ from pathlib import Path
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.manifest import adopt, check_before_start
+from hicache_ext.storage.tiers.file.layouts import adopt, check_before_start
 from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers

@@ -2,7 +2,6 @@
 
 ::
 
-    PATH/v3/hicache_ext.json                    what this directory is (manifest.py)
     PATH/v3/members                             who is there: each process locks a byte of it (members.py)
     PATH/v3/lock                                bytes to lock: changes of the index, joining, rebuild, notes of clears
     PATH/v3/<member>.sock                       where a process gives the index to others (index_memory.py)
@@ -38,7 +37,7 @@ from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
-from hicache_ext.storage.tiers.file.manifest import adopt, slab_home
+from hicache_ext.storage.tiers.file.layouts import adopt, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
