@@ -501,6 +501,9 @@ FORMER = {
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
     ),
+    "test_a_file_system_made_anew_on_the_same_device_is_another_one": (
+        "nothing compares file systems: a path comes back as long as one is mounted where it was"
+    ),
     "test_a_directory_keeps_the_layout_its_manifest_names": "-> test_a_directory_keeps_the_layout_that_it_has",
     "test_a_directory_of_another_format_is_refused_in_one_sentence": _NAMES,
     "test_a_directory_of_somebody_else_is_refused_and_left_alone": _NAMES,
