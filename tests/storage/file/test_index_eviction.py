@@ -349,13 +349,13 @@ def test_what_was_taken_stays_taken_when_the_lock_is_lost_on_the_way(
     """Otherwise nobody would give it back."""
     monkeypatch.setattr(index_module, "_MOST_LOOKED_AT", 4)
     add_slab(index, SMALL, 40)
-    real, calls = ChangeLock.acquire, []
+    real, calls = ChangeLock.acquire_to_change, []
 
     def first_only(lock: ChangeLock) -> bool:
         calls.append(lock)
         return len(calls) == 1 and real(lock)
 
-    monkeypatch.setattr(ChangeLock, "acquire", first_only)
+    monkeypatch.setattr(ChangeLock, "acquire_to_change", first_only)
     assert len(take(index, 10, evict=False)[1]) == 4
     with pytest.raises(IndexBusyError):
         take(index, 10, evict=False)

@@ -19,12 +19,12 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import json_in
@@ -119,26 +119,22 @@ class Usage:
         """
         self._members = members
         self._is_gone = is_gone
-        turns = f"the turn to evict from {str(path.parent)!r}"
-        self._evictions = ChangeLock(OfdLock(members_path, _EVICTION_BYTE), turns)
         self._state = threading.Lock()
         # What this process has under way, and what it has still to tell the account.
         self._operations = 0
         self._reserved = 0
         self._unsettled = 0
         self._doubt = False
-        try:
-            lock, name = free_lock(OfdLock(path), _held(path)), f"the account {str(path)!r}"
+        with ExitStack() as locks:
             # clear() takes it on SGLang's scheduler thread.
-            self._lock = ChangeLock(lock, name, threads=CHANGE_LOCK_BOUND)
-        except BaseException:
-            self._evictions.close()
-            raise
-        try:
+            self._lock = ChangeLock(path, 0, f"the account {str(path)!r}", threads=CHANGE_LOCK_BOUND)
+            locks.callback(self._lock.close)
+            turns = f"the turn to evict from {str(path.parent)!r}"
+            self._evictions = ChangeLock(members_path, _EVICTION_BYTE, turns)
+            locks.callback(self._evictions.close)
+            self._lock.check_is_free(_held(path))
             self._begin(path)
-        except BaseException:
-            self.close()
-            raise
+            self._locks = locks.pop_all()
 
     def _begin(self, path: Path) -> None:
         with self.locked() as record:
@@ -320,8 +316,7 @@ class Usage:
     def close(self) -> None:
         """Tell the account what it does not know yet, if it is free. Raises nothing."""
         self._end()
-        self._lock.close()
-        self._evictions.close()
+        self._locks.close()
 
     def _change(self, operations: int = 0, reserved: int = 0, stored: int = 0) -> None:
         with self._state:

@@ -34,7 +34,7 @@ import numpy as np
 from hicache_ext.errors import IndexBusyError, StoreSetupError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
 from hicache_ext.storage.tiers.file.layouts import adopt, slab_home
@@ -151,9 +151,9 @@ class SlabDirectory:
             self._resources.callback(members.close)
             memory = IndexMemory(os.dup(shared))
             self._resources.callback(memory.close)
-            changing = free_lock(OfdLock(self.home / "lock", CHANGING), _NO_CHANGE)
-            lock = ChangeLock(changing, f"the index of {self.path}")
+            lock = ChangeLock(self.home / "lock", CHANGING, f"the index of {self.path}")
             self._resources.callback(lock.close)
+            lock.check_is_free(_NO_CHANGE)
 
             def share(member: int) -> None:
                 sharing = IndexSharing(self.home, self._home_fd, member, os.dup(shared))
