@@ -504,6 +504,8 @@ FORMER = {
     "test_a_file_system_made_anew_on_the_same_device_is_another_one": (
         "nothing compares file systems: a path comes back as long as one is mounted where it was"
     ),
+    "test_a_ttl_that_cannot_be_recorded_is_a_warning": "no ttl is recorded in a directory: its configuration has it",
+    "test_stat_says_which_ttl_the_last_server_had": "-> test_stat_says_the_ttl_of_a_configuration",
     "test_a_directory_keeps_the_layout_its_manifest_names": "-> test_a_directory_keeps_the_layout_that_it_has",
     "test_a_directory_of_another_format_is_refused_in_one_sentence": _NAMES,
     "test_a_directory_of_somebody_else_is_refused_and_left_alone": _NAMES,

@@ -32,7 +32,6 @@ from hicache_ext.storage.tiers.file.inspection import Editor, open_editor, open_
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, reason_it_is_bad
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
-from hicache_ext.storage.tiers.file.path_store import recorded_ttl
 from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, remove_pin
 
 # -- what a directory holds --------------------------------------------------------------------------------------------
@@ -187,8 +186,8 @@ def _stat(arguments: argparse.Namespace) -> int:
 
 
 def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
-    """How full the directories of one tier are, together; a capacity is known from a configuration alone. None where no
-    directory can be read."""
+    """How full the directories of one tier are, together; capacity and ttl are known from a configuration alone. None
+    where no directory can be read."""
     groups: dict[bytes, Group] = {}
     occupied = pinned = pins = free = total = 0
     without_space: list[int] = []
@@ -215,7 +214,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
         **({} if target.tier is None else {"tier": target.tier}),
         "directories": [str(path) for path in target.directories],
         "layout": layout,
-        "ttl_seconds": recorded_ttl(target.directories[0]),
+        "ttl_seconds": target.ttl,
         "models": len({group.model for group in groups.values()}),
         "identities": len(groups),
         "pages": sum(group.pages for group in groups.values()),
@@ -237,7 +236,7 @@ def _stat_lines(tier: dict[str, Any]) -> list[str]:
     return [
         *([f"tier        {tier['tier']}: {', '.join(tier['directories'])}"] if "tier" in tier else []),
         f"layout      {tier['layout']}",
-        f"ttl         {'none recorded' if ttl is None else format_duration(ttl)}",
+        *([f"ttl         {format_duration(ttl)}"] if ttl else []),
         f"models      {tier['models']}",
         f"identities  {tier['identities']}",
         f"pages       {tier['pages']}",

@@ -107,8 +107,9 @@ class Target:
 
     directories: list[Path]
     tier: str | None = None
-    """Its name, and ``capacity`` in bytes, where a configuration tells them."""
+    """Its name, and ``capacity`` in bytes, and ``ttl`` in seconds, where a configuration tells them."""
     capacity: int | None = None
+    ttl: float | None = None
     transforms: Transforms | None = None
     """Of its pages; a directory alone does not tell."""
     tenants: Sequence[str] = ()
@@ -130,7 +131,14 @@ def targets(named: str, *, keys: bool = False) -> list[Target]:
     config = load_config(named)
     names = tuple(config.tenant_limits or ())
     found = [
-        Target([Path(path) for path in tier.path], name, tier.capacity, tier.transforms(name) if keys else None, names)
+        Target(
+            [Path(path) for path in tier.path],
+            name,
+            tier.capacity,
+            tier.ttl,
+            tier.transforms(name) if keys else None,
+            names,
+        )
         for name, tier in config.tiers.items()
         if isinstance(tier, FileTierConfig)
     ]

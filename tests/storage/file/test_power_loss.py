@@ -40,7 +40,7 @@ def first_start(path: Path, layout: str, **tier: Any) -> list[Path]:
     add_pin(path, "prompt", [key[16:] for key in page_keys(3)], None)
     add_pin(path, "another", [key[16:] for key in page_keys(3)], None)
     store.close()
-    names = ["ttl.json", "pins/prompt.json", "pins/another.json", f"identities/{IDENTITY.hex()}.json"]
+    names = ["pins/prompt.json", "pins/another.json", f"identities/{IDENTITY.hex()}.json"]
     names += ["v3/members", "v3/lock"] if layout == "slab" else ["members", "usage"]
     return [path / name for name in names]
 
@@ -178,7 +178,7 @@ def test_every_small_file_of_a_start_is_synced_with_its_directory(tmp_path: Path
     first_start(tmp_path / "l3", layout)
     named = [(at, name) for at, (call, name) in enumerate(disk.calls) if call in ("rename", "link")]
     names = {name for _, name in named if not name.endswith((".page", ".pack"))}
-    assert names >= {"ttl.json", "prompt.json", f"{IDENTITY.hex()}.json"}
+    assert names >= {"prompt.json", f"{IDENTITY.hex()}.json"}
     for at, name in named:
         if name.endswith((".page", ".pack", ".tmp")):
             continue

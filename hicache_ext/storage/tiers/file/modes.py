@@ -69,7 +69,7 @@ _SLAB_HOME = _Directory(
     {"slabs": _Directory(SLAB_FILE.pattern)},
 )
 _TIER = _Directory(
-    r"usage|members|ttl\.json|io_probe\.(json|lock)|\.(ttl|io_probe)\.json\.[0-9]+\.[0-9]+|\.probe\.[0-9]+",
+    r"usage|members|io_probe\.(json|lock)|\.io_probe\.json\.[0-9]+\.[0-9]+|\.probe\.[0-9]+",
     {
         IDENTITIES: _Directory(rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+"),
         "pins": _Directory(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),

@@ -19,7 +19,7 @@ from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, ch
 from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, choose_layout, layout_in
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.path_store import PathStore, record_ttl
+from hicache_ext.storage.tiers.file.path_store import PathStore
 
 if TYPE_CHECKING:
     from hicache_ext.storage.tiers.file.config import FileTierConfig
@@ -135,7 +135,6 @@ def _open_path(
 
         shared = tier.sharing().shared
         store = PageFileStore(name, path, capacity=share, plan=plan, shared=shared, **common)
-    record_ttl(name, path, tier.ttl)
     return store
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import errno
-import json
 import logging
 import math
 import mmap
@@ -33,7 +32,6 @@ from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.runtime.whole_file import read_document, remove_whole, write_whole
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
@@ -48,26 +46,6 @@ logger = logging.getLogger(__name__)
 def oldest_valid_ms(ttl: float | None) -> int:
     """Pages created (``created_ms`` of their envelope) before this are expired; 0 without a ttl."""
     return 0 if ttl is None else int((time.time() - ttl) * 1000)
-
-
-def record_ttl(tier: str, path: Path, ttl: float | None) -> None:
-    """For ``recorded_ttl``. Never raises OSError: a tier works without."""
-    record = path / "ttl.json"
-    try:
-        if ttl is None:
-            remove_whole(record)
-        elif recorded_ttl(path) != ttl:
-            write_whole(record, json.dumps({"ttl": ttl}) + "\n")
-    except OSError as error:
-        logger.warning("tier %s: ttl not recorded in %s: %s", tier, path, error)
-
-
-def recorded_ttl(path: Path) -> float | None:
-    """The ttl of the tier that opened this directory last; None without one, or where none is recorded."""
-    try:
-        return float((read_document(path / "ttl.json") or {})["ttl"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 DOUBT = 300.0

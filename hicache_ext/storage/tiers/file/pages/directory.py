@@ -9,7 +9,7 @@
     PATH/tmp/                                 pages being written; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
-    PATH/ttl.json, io_probe.*                 see path_store.py, devices.py
+    PATH/io_probe.*                           see devices.py
 
 Only names of exactly these forms are read, counted or removed. Other files stay: the directory around them that clear()
 moves is moved aside with them, and so is a directory with a page's name.
