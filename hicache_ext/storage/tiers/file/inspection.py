@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 
 from hicache_ext.errors import StoreError
-from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.inspector import Inspector
 from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, layout_in
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
@@ -29,12 +28,12 @@ def open_inspector(path: Path) -> Inspector:
         raise StoreError(f"{str(path)!r} cannot be read: {error.filename}: {error.strerror}") from error
 
 
-def open_editor(path: Path) -> Editor:
-    """Raises StoreError when ``path`` is no directory of the file tier that can be changed."""
+def open_editor(path: Path) -> PageFileStore | SlabEditor:
+    """Close what it returns. Raises StoreError when ``path`` is no directory of the file tier that can be changed."""
     if _layout(path) == "slab":
         return SlabEditor(path)
     # Without a capacity it never evicts; removals go through the shared usage record.
-    return PageFileStore(str(path), path, capacity=None, plan=IoPlan(threads=1))
+    return PageFileStore(str(path), path, capacity=None)
 
 
 def _layout(path: Path) -> Layout:
@@ -54,7 +53,7 @@ class SlabEditor(SlabStore):
     """Evicts nothing: its capacity is what the directory takes."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path), path, capacity=max(1, occupied_bytes(path)), plan=IoPlan(threads=1))
+        super().__init__(str(path), path, capacity=max(1, occupied_bytes(path)))
         # Pages that are not found yet could not be removed.
         self.wait_until_rebuilt(math.inf)
 
@@ -68,7 +67,3 @@ class SlabEditor(SlabStore):
         """As ``PageFileStore``."""
         self._allocator.forget_left_slabs()
         return self._index.free_dead()
-
-
-Editor = PageFileStore | SlabEditor
-"""One directory, whatever its layout, to be changed. Not thread-safe; close it."""
