@@ -62,12 +62,6 @@ class Members:
         except OSError:
             return True
 
-    def living(self) -> list[int]:
-        """The ids of all living members, itself included, in order."""
-        with self._lock:
-            self._join()
-            return _locked_bytes(self._all)
-
     def renew(self) -> None:
         """Join anew, with another id, if the file was removed: who came since sees only members of the new one.
 

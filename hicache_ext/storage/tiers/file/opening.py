@@ -126,10 +126,7 @@ def _open_path(
     if layout == "slab":
         from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
-        try:
-            store = SlabStore(name, path, capacity=share, plan=plan, **common)
-        except OSError as error:
-            raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
+        store = SlabStore(name, path, capacity=share, plan=plan, **common)
     else:
         from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 

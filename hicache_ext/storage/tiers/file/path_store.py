@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
@@ -154,13 +155,17 @@ class PathStore(TierStore):
             self._open(path, evicted_age or RecentMean())
             # The metrics may be older than this store: a path that was out of service comes back.
             self._bad_found = self.metrics.total("corrupt")
+        except (OSError, ValueError) as error:
+            PathStore._close(self)
+            reason = getattr(error, "strerror", None) or error
+            raise StoreSetupError(name, f"directory {str(path)!r}: {reason}") from error
         except BaseException:
             PathStore._close(self)
             raise
 
     @abc.abstractmethod
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
-        """Open the directory. Raises StoreSetupError."""
+        """Open the directory. Raises OSError, ValueError, StoreSetupError."""
 
     @abc.abstractmethod
     def fullness(self) -> Fullness:

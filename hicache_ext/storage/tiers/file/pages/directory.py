@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.layouts import adopt, check_before_start
@@ -45,17 +44,14 @@ class PageDirectory(PageTree):
     """Publishes pages whole or not at all in one directory, and cleans up there. Thread-safe."""
 
     def __init__(self, path: Path, tier: str) -> None:
-        """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
+        """Create or adopt ``path``. Raises OSError, and StoreSetupError where it is of another layout."""
         super().__init__(path)
-        try:
-            check_before_start(path, "pages", tier)
-            make_tier_directory(path)
-            for directory in (self.identities, self.pages_path, self.temporary):
-                make_directory(directory)
-            adopt(path, "pages", tier)
-            self.members = Members(self.members_path)
-        except OSError as error:
-            raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
+        check_before_start(path, "pages", tier)
+        make_tier_directory(path)
+        for directory in (self.identities, self.pages_path, self.temporary):
+            make_directory(directory)
+        adopt(path, "pages", tier)
+        self.members = Members(self.members_path)
         self.is_gone = gone_writers(path, self.members.is_alive)
         self._access = access_in(path)
 

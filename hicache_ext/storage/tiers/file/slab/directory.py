@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_ext.errors import IndexBusyError, StoreSetupError
+from hicache_ext.errors import IndexBusyError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
@@ -95,8 +95,8 @@ class SlabDirectory:
     """One store's own. Thread-safe; close it."""
 
     def __init__(self, path: Path, tier: str, capacity: int) -> None:
-        """``capacity`` in bytes bounds the index that is made where nobody has one. Raises StoreSetupError with a
-        sentence when the directory cannot be used."""
+        """``capacity`` in bytes bounds the index that is made where nobody has one. Raises OSError, ValueError, and
+        StoreSetupError where the directory is of another layout."""
         self.path = path = path.resolve()
         self.home = slab_home(path)
         self.identities = path / "identities"
@@ -113,10 +113,6 @@ class SlabDirectory:
             self.index = self._join(capacity)
             self.rebuild = Rebuild(tier, self, OfdLock(self.home / "lock", REBUILDING))
             self._resources.callback(self.rebuild.close)
-        except (OSError, ValueError) as error:
-            self._resources.close()
-            reason = getattr(error, "strerror", None) or error
-            raise StoreSetupError(tier, f"directory {str(path)!r}: {reason}") from error
         except BaseException:
             self._resources.close()
             raise
