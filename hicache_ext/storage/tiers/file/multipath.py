@@ -43,7 +43,6 @@ from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.call_gate import CallGate
-from hicache_ext.runtime.file_signature import why_replaced
 from hicache_ext.runtime.file_systems import mount_points
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
@@ -152,8 +151,20 @@ class _Part:
             os.close(fd)
 
     def why_replaced(self) -> str | None:
-        """How another directory, or none, has come into the place of the one in service; None while it has not."""
-        return None if self._fd is None else why_replaced(self._fd, self.path)
+        """How another directory, or none, has come into the place of the one in service, in words; None while it has
+        not, or where that cannot be seen."""
+        if self._fd is None:
+            return None
+        opened = os.fstat(self._fd)
+        try:
+            now = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return "the directory that was opened is not there any more"
+        except OSError:
+            return None
+        if os.path.samestat(opened, now):
+            return None
+        return f"another {'directory' if opened.st_dev == now.st_dev else 'file system'} is there than was opened"
 
     def check(self) -> None:
         """Raises OSError unless the device under the path takes a write.
