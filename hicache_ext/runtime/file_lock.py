@@ -36,17 +36,6 @@ _ATTEMPTS_AT_ONCE = 3
 _SHORT_ATTEMPTS = Backoff(0.00005, 0.001)
 
 
-def try_lock(fd: int, operation: int) -> bool:
-    """``fcntl.flock`` without waiting; False when another process holds it. Raises OSError for anything else."""
-    try:
-        fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-            raise
-        return False
-    return True
-
-
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (0, or the kernel refuses). The same on x86-64
 # and aarch64.
 _FLOCK = struct.Struct("@hhqqi0q")
