@@ -65,23 +65,18 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def try_lock_bytes(fd: int, start: int, length: int = 1) -> bool:
-    """Take the write lock on these bytes, without waiting; False when another description holds one of them.
+def try_lock_byte(fd: int, byte: int) -> bool:
+    """Take the write lock on a byte, without waiting; False when another description holds it.
 
     ``fd`` must be open for writing. Raises OSError for anything else.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         return False
     return True
-
-
-def unlock_bytes(fd: int, start: int, length: int = 1) -> None:
-    """Raises OSError."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
 
 def lock_among(fd: int, start: int, length: int) -> tuple[int, int] | None:
@@ -137,7 +132,7 @@ class OfdLock:
             return
         self._held = False
         try:
-            unlock_bytes(self._fd, self._byte)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._byte, 1, 0))
         except OSError:
             # So the kernel takes it back. The next acquire opens the file anew.
             self._forget()
@@ -180,7 +175,7 @@ class OfdLock:
         return True
 
     def _try_file(self) -> bool:
-        if not try_lock_bytes(self._fd, self._byte):
+        if not try_lock_byte(self._fd, self._byte):
             return False
         if os.fstat(self._fd).st_nlink:
             return True

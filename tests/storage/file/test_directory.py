@@ -155,7 +155,7 @@ def test_an_account_that_cannot_be_opened_is_refused(place, directory, monkeypat
     def fail(*_):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr("hicache_ext.runtime.file_lock.try_lock_bytes", fail)
+    monkeypatch.setattr("hicache_ext.runtime.file_lock.try_lock_byte", fail)
     with pytest.raises(StoreSetupError, match="no locks available"):
         PageFileStore("disk", place, capacity=None)
 

@@ -479,7 +479,7 @@ def test_an_account_that_fails_is_a_refused_write_and_not_an_exception(store, pa
         raise OSError(errno.ENOLCK, "no locks available")
 
     store_one_by_one(store, [page_key("a third")])
-    monkeypatch.setattr("hicache_ext.runtime.file_lock.try_lock_bytes", fail)
+    monkeypatch.setattr("hicache_ext.runtime.file_lock.try_lock_byte", fail)
     assert store_one_by_one(store, page_keys(3)) == [SetResult.ERROR] * 3
     assert_hits(store, [KEY])
     _flip(page, 300)

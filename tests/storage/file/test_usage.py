@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_ext.runtime.file_lock import try_lock_bytes
+from hicache_ext.runtime.file_lock import try_lock_byte
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.usage import HELD, NO_ROOM, UnderWay, Usage, UsageRecord, gone_writers
 
@@ -436,7 +436,7 @@ def test_a_removed_account_is_made_anew_for_all(tmp_path, open_usage):
 def held(tmp_path):
     """The account is held by somebody who does nothing."""
     fd = os.open(tmp_path / "usage", os.O_RDWR | os.O_CREAT)
-    assert try_lock_bytes(fd, 0)
+    assert try_lock_byte(fd, 0)
     yield fd
     os.close(fd)
 
@@ -450,7 +450,7 @@ def test_what_could_not_be_told_to_the_account_is_told_later(tmp_path, open_usag
     usage, other = open_usage(1000), open_usage()
     assert usage.reserve(300, None, _no_room) is None
     fd = os.open(tmp_path / "usage", os.O_RDWR)
-    assert try_lock_bytes(fd, 0)
+    assert try_lock_byte(fd, 0)
     usage.commit(300, 200)
     with usage.removing() as removal:
         removal.freed = 50

@@ -37,7 +37,7 @@ from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble, no_trouble
+from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble
 from hicache_ext.storage.tiers.file.pages.tree import save_document
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
@@ -123,7 +123,7 @@ class PathStore(TierStore):
         ttl: float | None = None,
         shared: bool = False,
         metrics: TierMetrics | None = None,
-        trouble: Trouble = no_trouble,
+        trouble: Trouble = lambda _: None,
         evicted_age: RecentMean | None = None,
     ) -> None:
         """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
