@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
+_NAMES = "no manifest says what a directory is: names do, and a format to come has a directory of its own"
 _PAST = "slabs, manifests and accounts of formats before 0.3 are gone; nothing was ever released"
 _KEY = "its configuration key is gone"
 _OPTION = "its option of the command line is gone"
@@ -392,16 +393,12 @@ FORMER = {
     "test_a_full_host_pool_drops_by_policy_and_never_what_has_a_higher_priority": (
         "-> test_a_full_host_pool_drops_the_oldest_and_never_what_has_a_higher_priority"
     ),
-    "test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew": (
-        "-> test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs"
-    ),
+    "test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew": _NAMES,
     "test_every_guard_can_be_left_out": _KEY,
     "test_pins_replicas_and_groups_are_taken_by_the_engine": (
         "-> test_pins_and_preferred_segments_are_taken_by_the_engine"
     ),
-    "test_slabs_of_any_version_make_a_directory_one_of_slabs": (
-        "-> test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest"
-    ),
+    "test_slabs_of_any_version_make_a_directory_one_of_slabs": "-> test_slabs_make_a_directory_one_of_slabs",
     "test_speculation_is_refused_unless_asked_for": (
         "-> test_speculation_is_refused_where_a_prefill_node_keeps_drafts_that_a_decode_node_does_not"
     ),
@@ -520,6 +517,44 @@ FORMER = {
     ),
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
+    ),
+    "test_a_file_system_made_anew_on_the_same_device_is_another_one": (
+        "nothing compares file systems: a path comes back as long as one is mounted where it was"
+    ),
+    "test_a_ttl_that_cannot_be_recorded_is_a_warning": "no ttl is recorded in a directory: its configuration has it",
+    "test_stat_says_which_ttl_the_last_server_had": "-> test_stat_says_the_ttl_of_a_configuration",
+    "test_a_directory_keeps_the_layout_its_manifest_names": "-> test_a_directory_keeps_the_layout_that_it_has",
+    "test_a_directory_of_another_format_is_refused_in_one_sentence": _NAMES,
+    "test_a_directory_of_somebody_else_is_refused_and_left_alone": _NAMES,
+    "test_a_disk_that_is_gone_is_seen_by_its_manifests": (
+        "-> test_a_disk_that_is_gone_is_seen_by_the_files_that_are_not_there"
+    ),
+    "test_a_first_start_that_stored_nothing_survives_too": (
+        "-> test_a_directory_keeps_its_layout_from_the_first_start_on"
+    ),
+    "test_a_manifest_of_a_newer_format_is_refused_and_kept": _NAMES,
+    "test_a_manifest_of_somebody_else_in_a_directory_named_v3_is_refused_and_kept": _NAMES,
+    "test_a_manifest_that_a_downgrade_left_empty_costs_no_page_in_slabs": _NAMES,
+    "test_a_manifest_that_another_process_makes_between_two_looks_is_no_damaged_one": (
+        "-> test_a_layout_that_another_process_begins_meanwhile_is_seen"
+    ),
+    "test_a_manifest_that_cannot_be_read_is_reported_and_stays": _NAMES,
+    "test_a_manifest_that_is_gone_is_made_anew_for_the_layout_that_is_there": (
+        "-> test_a_directory_keeps_its_layout_from_the_first_start_on"
+    ),
+    "test_a_spoilt_manifest_does_not_let_the_other_layout_in": _NAMES,
+    "test_a_spoilt_manifest_is_made_anew_where_all_that_is_left_beside_it_is_ours": (
+        "-> test_a_directory_that_lost_its_pages_is_used_again"
+    ),
+    "test_an_unknown_format_in_the_directory_itself_is_refused_and_kept": _NAMES,
+    "test_no_changed_bit_of_a_manifest_keeps_a_start_from_its_pages": _NAMES,
+    "test_page_files_of_the_former_format_are_refused_and_stay_as_they_are": _PAST,
+    "test_pages_alone_of_the_former_format_are_those_of_this_one": _PAST,
+    "test_slabs_make_a_directory_one_of_slabs_whatever_became_of_its_manifest": (
+        "-> test_slabs_make_a_directory_one_of_slabs"
+    ),
+    "test_slabs_of_this_version_are_in_a_directory_of_their_own_with_their_manifest": (
+        "-> test_slabs_of_this_version_are_in_a_directory_of_their_own"
     ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""

@@ -28,12 +28,13 @@ from hicache_ext.page.transforms.body import is_sealed_with, reason_it_is_not_se
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Transforms
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
-from hicache_ext.storage.tiers.file.inspection import Editor, open_editor, open_inspector
+from hicache_ext.storage.tiers.file.inspection import open_editor, open_inspector
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, reason_it_is_bad
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
-from hicache_ext.storage.tiers.file.path_store import recorded_ttl
+from hicache_ext.storage.tiers.file.path_store import PathStore
 from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, remove_pin
+from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 # -- what a directory holds --------------------------------------------------------------------------------------------
 
@@ -187,8 +188,8 @@ def _stat(arguments: argparse.Namespace) -> int:
 
 
 def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
-    """How full the directories of one tier are, together; a capacity is known from a configuration alone. None where no
-    directory can be read."""
+    """How full the directories of one tier are, together; capacity and ttl are known from a configuration alone. None
+    where no directory can be read."""
     groups: dict[bytes, Group] = {}
     occupied = pinned = pins = free = total = 0
     without_space: list[int] = []
@@ -198,7 +199,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
     for path in target.directories:
         with trouble.noted(), closing(opened(path)) as inspector:
             add_pages(inspector, groups)
-            occupied += inspector.occupied()
+            occupied += occupied_bytes(path)
             layout = inspector.layout
             tenants.update(inspector.tenant_pages(target.tenants) if target.tenants else {})
             without_space += [inspector.no_space_since] if inspector.no_space_since else []
@@ -215,7 +216,7 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
         **({} if target.tier is None else {"tier": target.tier}),
         "directories": [str(path) for path in target.directories],
         "layout": layout,
-        "ttl_seconds": recorded_ttl(target.directories[0]),
+        "ttl_seconds": target.ttl,
         "models": len({group.model for group in groups.values()}),
         "identities": len(groups),
         "pages": sum(group.pages for group in groups.values()),
@@ -237,7 +238,7 @@ def _stat_lines(tier: dict[str, Any]) -> list[str]:
     return [
         *([f"tier        {tier['tier']}: {', '.join(tier['directories'])}"] if "tier" in tier else []),
         f"layout      {tier['layout']}",
-        f"ttl         {'none recorded' if ttl is None else format_duration(ttl)}",
+        *([f"ttl         {format_duration(ttl)}"] if ttl else []),
         f"models      {tier['models']}",
         f"identities  {tier['identities']}",
         f"pages       {tier['pages']}",
@@ -429,7 +430,7 @@ def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> str 
     return bad
 
 
-def _remove(editor: Editor, bad: Mapping[bytes, bytes | None]) -> int:
+def _remove(editor: PathStore, bad: Mapping[bytes, bytes | None]) -> int:
     """How many were there. Of whole pages that copy alone which was seen."""
     removed = editor.remove_copies({key: copy for key, copy in bad.items() if copy is not None})
     others = [key for key, copy in bad.items() if copy is None]
@@ -489,8 +490,8 @@ def _gc(arguments: argparse.Namespace) -> int:
 def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
     """Add to ``found`` what is left over in the directory, or was removed."""
     with closing(opened(directory)) as inspector:
-        before = inspector.occupied()
         left_over = inspector.left_overs()
+    before = occupied_bytes(directory)
     over = pins_that_are_over(directory)
     if look_only:
         found["left_overs"] += left_over
@@ -500,8 +501,7 @@ def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
         # Opening the directory has removed some already.
         found["left_overs"] += max(left_over, editor.clean_up())
     found["pins"] += sum(remove_pin(directory, name) for name in over)
-    with closing(open_inspector(directory)) as inspector:
-        found["freed_bytes"] += max(0, before - inspector.occupied())
+    found["freed_bytes"] += max(0, before - occupied_bytes(directory))
 
 
 def _clear(arguments: argparse.Namespace) -> int:
@@ -532,15 +532,14 @@ def _clear(arguments: argparse.Namespace) -> int:
     models = ", ".join(sorted({shown_text(group.model) for group in chosen})) or "no model"
     if not arguments.yes and not _agrees(f"Remove {what} of {models} from {arguments.path}?"):
         return 1
-    with closing(open_inspector(arguments.path)) as inspector:
-        before = inspector.occupied()
+    before = occupied_bytes(arguments.path)
     with closing(open_editor(arguments.path)) as editor:
         # With --all also what a killed command had cleared, and not freed.
         editor.clear(None if arguments.all else [bytes.fromhex(group.identity) for group in chosen])
-    with closing(open_inspector(arguments.path)) as inspector:
-        document["freed_bytes"] = freed = max(0, before - inspector.occupied())
+        layout = editor.layout
+    document["freed_bytes"] = freed = max(0, before - occupied_bytes(arguments.path))
     lines = [f"{what} removed, {rounded_size(freed)} of disk freed"]
-    if inspector.layout == "slab" and freed < size:
+    if layout == "slab" and freed < size:
         lines += ["the rest of their room is in slabs that hold other pages, too: new pages take it"]
     show(arguments, document, lines)
     return 0

@@ -107,8 +107,9 @@ class Target:
 
     directories: list[Path]
     tier: str | None = None
-    """Its name, and ``capacity`` in bytes, where a configuration tells them."""
+    """Its name, and ``capacity`` in bytes, and ``ttl`` in seconds, where a configuration tells them."""
     capacity: int | None = None
+    ttl: float | None = None
     transforms: Transforms | None = None
     """Of its pages; a directory alone does not tell."""
     tenants: Sequence[str] = ()
@@ -128,12 +129,11 @@ def targets(named: str, *, keys: bool = False) -> list[Target]:
     if not named.lstrip().startswith("{") and not Path(named.removeprefix("@")).exists():
         raise StoreError(f"{named!r}: there is no such directory or configuration file")
     config = load_config(named)
-    names = tuple(config.tenant_limits or ())
-    found = [
-        Target([Path(path) for path in tier.path], name, tier.capacity, tier.transforms(name) if keys else None, names)
-        for name, tier in config.tiers.items()
-        if isinstance(tier, FileTierConfig)
-    ]
+    tenants, found = tuple(config.tenant_limits or ()), []
+    for name, tier in config.tiers.items():
+        if isinstance(tier, FileTierConfig):
+            transforms = tier.transforms(name) if keys else None
+            found.append(Target(list(map(Path, tier.path)), name, tier.capacity, tier.ttl, transforms, tenants))
     if not found:
         raise ConfigError("hicache_ext.tiers", f"{named!r} has no tier of type file")
     return found

@@ -39,7 +39,7 @@ from hicache_ext.storage.serving.kv_hints import Action, KvHints, Said
 from hicache_ext.storage.serving.prompts import Chain, Explanation, explain, warm_prompts
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
-from hicache_ext.storage.tiers.file.manifest import layout_in
+from hicache_ext.storage.tiers.file.layouts import layout_in
 from hicache_ext.storage.tiers.file.pins import Pin, add_pin, read_pins, remove_pin
 
 # -- explain -----------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def _directories(target: str) -> list[Path]:
     directories = directories_of(target)
     for directory in directories:
         if layout_in(directory) is None:
-            raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has no hicache_ext.json")
+            raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has neither pages nor slabs")
     return directories
 
 

@@ -16,7 +16,6 @@ Why SHA-256, rates, and what was tried: docs/decisions/weights-identity.md.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -32,7 +31,7 @@ from pathlib import Path
 from hicache_ext.errors import WeightsError
 from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.background import once_in_background
-from hicache_ext.runtime.file_lock import try_lock
+from hicache_ext.runtime.file_lock import try_lock_byte
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import boot_id
 from hicache_ext.runtime.threads import ThreadPool
@@ -317,7 +316,7 @@ def claimed(directory: Path, name: str) -> Iterator[int | None]:
     try:
         ours = True
         with suppress(OSError):  # a file system without locks: two ranks may read the same file
-            ours = try_lock(fd, fcntl.LOCK_EX)
+            ours = try_lock_byte(fd, 0)
         yield fd if ours else None
     finally:
         os.close(fd)

@@ -36,17 +36,6 @@ _ATTEMPTS_AT_ONCE = 3
 _SHORT_ATTEMPTS = Backoff(0.00005, 0.001)
 
 
-def try_lock(fd: int, operation: int) -> bool:
-    """``fcntl.flock`` without waiting; False when another process holds it. Raises OSError for anything else."""
-    try:
-        fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-            raise
-        return False
-    return True
-
-
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (0, or the kernel refuses). The same on x86-64
 # and aarch64.
 _FLOCK = struct.Struct("@hhqqi0q")
@@ -76,23 +65,18 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def try_lock_bytes(fd: int, start: int, length: int = 1) -> bool:
-    """Take the write lock on these bytes, without waiting; False when another description holds one of them.
+def try_lock_byte(fd: int, byte: int) -> bool:
+    """Take the write lock on a byte, without waiting; False when another description holds it.
 
     ``fd`` must be open for writing. Raises OSError for anything else.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         return False
     return True
-
-
-def unlock_bytes(fd: int, start: int, length: int = 1) -> None:
-    """Raises OSError."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
 
 def lock_among(fd: int, start: int, length: int) -> tuple[int, int] | None:
@@ -128,31 +112,15 @@ class OfdLock:
     def acquire(self, within: float) -> bool:
         """Take the lock; False where another thread or process still holds it after ``within`` seconds."""
         deadline = time.monotonic() + within
-        return self.enter(within) and self.take(deadline - time.monotonic())
-
-    def enter(self, within: float) -> bool:
-        """Keep the other threads of this process out; False where one is still in after ``within`` seconds."""
-        return self._threads.acquire(timeout=max(0.0, within))
-
-    def take(self, within: float) -> bool:
-        """After ``enter``: as ``acquire``. Without the lock the next thread may enter."""
-        deadline = time.monotonic() + within
+        if not self._threads.acquire(timeout=max(0.0, within)):
+            return False
+        mine = False
         try:
-            self._open()
-            attempts = 0
-            while not self._try_file():
-                left = deadline - time.monotonic()
-                if left <= 0.0:
-                    self._leave()
-                    return False
-                attempts += 1
-                if attempts > _ATTEMPTS_AT_ONCE:
-                    time.sleep(min(left, _SHORT_ATTEMPTS.pause(attempts - _ATTEMPTS_AT_ONCE)))
-            self._held = True
-            return True
-        except BaseException:
-            self._leave()
-            raise
+            mine = self._take(deadline - time.monotonic())
+        finally:
+            if not mine:
+                self._leave()
+        return mine
 
     def try_acquire(self) -> bool:
         """``acquire`` without waiting."""
@@ -164,7 +132,7 @@ class OfdLock:
             return
         self._held = False
         try:
-            unlock_bytes(self._fd, self._byte)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._byte, 1, 0))
         except OSError:
             # So the kernel takes it back. The next acquire opens the file anew.
             self._forget()
@@ -191,8 +159,23 @@ class OfdLock:
         self._held = False
         self._forget()
 
+    def _take(self, within: float) -> bool:
+        """Take the lock from other processes, for the one thread that is in."""
+        deadline = time.monotonic() + within
+        self._open()
+        attempts = 0
+        while not self._try_file():
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                return False
+            attempts += 1
+            if attempts > _ATTEMPTS_AT_ONCE:
+                time.sleep(min(left, _SHORT_ATTEMPTS.pause(attempts - _ATTEMPTS_AT_ONCE)))
+        self._held = True
+        return True
+
     def _try_file(self) -> bool:
-        if not try_lock_bytes(self._fd, self._byte):
+        if not try_lock_byte(self._fd, self._byte):
             return False
         if os.fstat(self._fd).st_nlink:
             return True
@@ -219,20 +202,7 @@ class OfdLock:
             os.close(fd)
 
 
-def free_lock(lock: OfdLock, problem: str) -> OfdLock:
-    """``lock``, once nobody holds it. Raises TimeoutError with ``problem`` where somebody does and goes on with nothing
-    for the time that a ChangeLock waits, OSError; it is closed then."""
-    try:
-        if not lock.acquire(CHANGE_LOCK_BOUND):
-            raise TimeoutError(errno.ETIMEDOUT, problem)
-        lock.release()
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-class ChangeLock:
+class ChangeLock(OfdLock):
     """A lock for changes of what processes share. Another process is waited for at most ``bound`` seconds, once.
 
     It may be stopped. So after a wait that was in vain nobody waits: each call tries once, until one succeeds. Both
@@ -240,68 +210,55 @@ class ChangeLock:
     """
 
     def __init__(
-        self, lock: OfdLock, name: str, bound: float = CHANGE_LOCK_BOUND, threads: float = _OWN_THREADS_BOUND
+        self,
+        file: Path,
+        byte: int,
+        name: str,
+        bound: float = CHANGE_LOCK_BOUND,
+        threads: float = _OWN_THREADS_BOUND,
     ) -> None:
-        """``lock`` belongs to this object from now on. ``name``: what is locked, for the log. ``threads``: seconds that
-        threads of this process are waited for."""
-        self._lock = lock
+        """``name``: what is locked, for the log. ``threads``: seconds that threads of this process are waited for."""
+        super().__init__(file, byte)
         self._name = name
         self._bound = bound
-        self._threads = threads
-        self._state = threading.Lock()
+        self._threads_bound = threads
         self._stuck = False
-        close_in_forks(self)
+        """The last wait was in vain, and nobody has had the lock since."""
 
-    @property
-    def fd(self) -> int:
-        """The descriptor of the file, for who holds the lock."""
-        return self._lock.fd
+    def check_is_free(self, problem: str) -> None:
+        """Raises TimeoutError with ``problem`` where somebody has it and goes on with nothing, OSError."""
+        if not self.acquire(self._bound):
+            raise TimeoutError(errno.ETIMEDOUT, problem)
+        self.release()
 
-    @property
-    def stuck(self) -> bool:
-        """Whether the last wait was in vain and nobody has had the lock since."""
-        return self._stuck
-
-    def acquire(self) -> bool:
+    def acquire_to_change(self) -> bool:
         """Raises OSError as the file system does."""
-        if not self._lock.enter(self._threads):
+        if not self._threads.acquire(timeout=self._threads_bound):
             return False
-        was_stuck = self._stuck
-        mine = self._lock.take(0.0 if was_stuck else self._bound)
-        if mine == was_stuck:
-            self._turn(not mine)
+        mine = False
+        try:
+            was_stuck = self._stuck
+            mine = self._take(0.0 if was_stuck else self._bound)
+            if mine == was_stuck:
+                self._stuck = not mine
+                self._say_turn()
+        finally:
+            if not mine:
+                self._leave()
         return mine
-
-    def acquire_now(self) -> bool:
-        """Without waiting, for what can be left to somebody else. Raises OSError as the file system does."""
-        return self._lock.acquire(0.0)
-
-    def release(self) -> None:
-        self._lock.release()
 
     @contextmanager
     def held(self) -> Iterator[bool]:
         """``with lock.held() as mine: if not mine: ...``"""
-        mine = self.acquire()
+        mine = self.acquire_to_change()
         try:
             yield mine
         finally:
             if mine:
                 self.release()
 
-    def close(self) -> None:
-        self._lock.close()
-
-    def after_fork_in_child(self) -> None:
-        self._state = threading.Lock()
-
-    def _turn(self, stuck: bool) -> None:
-        with self._state:
-            if stuck == self._stuck:
-                # Another thread was first.
-                return
-            self._stuck = stuck
-        if stuck:
+    def _say_turn(self) -> None:
+        if self._stuck:
             logger.warning(
                 "%s has been held for %g s by another process, stopped perhaps; nothing is stored until it goes on",
                 self._name,

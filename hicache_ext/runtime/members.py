@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from hicache_ext.runtime.access import open_plain_file
-from hicache_ext.runtime.file_lock import close_in_forks, lock_among, try_lock_bytes
+from hicache_ext.runtime.file_lock import close_in_forks, lock_among, try_lock_byte
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -62,12 +62,6 @@ class Members:
         except OSError:
             return True
 
-    def living(self) -> list[int]:
-        """The ids of all living members, itself included, in order."""
-        with self._lock:
-            self._join()
-            return _locked_bytes(self._all)
-
     def renew(self) -> None:
         """Join anew, with another id, if the file was removed: who came since sees only members of the new one.
 
@@ -99,7 +93,7 @@ class Members:
         try:
             self._own = open_plain_file(self._path, os.O_RDWR)
             self._id = _new_id()
-            while not try_lock_bytes(self._own, self._id):
+            while not try_lock_byte(self._own, self._id):
                 self._id = _new_id()
             # A second description, which sees the first one's lock, too. By the path it could be another file now.
             self._all = os.open(f"/proc/self/fd/{self._own}", os.O_RDONLY | os.O_CLOEXEC)

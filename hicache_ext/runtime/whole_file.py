@@ -76,13 +76,6 @@ def sync_whole(path: Path) -> None:
         sync_directory(path.parent)
 
 
-def remove_whole(path: Path) -> None:
-    """Remove a file, if it exists; it does not come back after a power loss. Raises OSError."""
-    with suppress(FileNotFoundError):
-        path.unlink()
-        sync_directory(path.parent)
-
-
 def read_small(path: Path) -> bytes:
     """The content of a small file; empty where one that has grown beyond all measure has its name, or no plain file:
     reading a pipe would wait for ever. Raises OSError, FileNotFoundError for nothing."""

@@ -37,7 +37,7 @@ import numpy as np
 
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.layouts import slab_home
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, shared_index
 from hicache_ext.storage.tiers.file.slab.index_words import Words

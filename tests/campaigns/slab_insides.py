@@ -16,7 +16,7 @@ import numpy as np
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.file_lock import OfdLock
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.layouts import slab_home
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index_words import Words, hashes_of

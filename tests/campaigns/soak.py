@@ -396,7 +396,7 @@ def _look_at_the_end(root: Path, layout: str, findings: Findings) -> None:
 
 
 def _look_at_page_files(path: Path, findings: Findings) -> None:
-    account = json.loads((path / "usage").read_bytes().partition(b"\n")[0])
+    account = json.loads((path / "usage").read_bytes().partition(b"\n")[0].partition(b" ")[2])
     if account["under_way"]:
         findings.problems["operations are still under way"] += 1
     if not account["recount"] and account["stored"] != occupied_by_walk(path):

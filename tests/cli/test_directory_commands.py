@@ -22,7 +22,6 @@ from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
 from hicache_ext.storage.tiers.file.pages import tree as page_tree
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.path_store import record_ttl
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
 from tests.storage.raw_access import RawFiles, RawSlots
@@ -191,31 +190,16 @@ def test_ls_and_stat_print_json(directory: tuple[Path, Any], capsys: pytest.Capt
     assert stat["directories"] == [str(directory[0])]
 
 
-@pytest.mark.parametrize("layout", ["pages", "slab"])
-def test_stat_says_which_ttl_the_last_server_had(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
-) -> None:
-    def shown() -> str:
-        code, out = run(capsys, "stat", tmp_path)
+def test_stat_says_the_ttl_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for ttl, words in (("90m", "ttl         90m"), ("none", None)):
+        disk = {"type": "file", "path": str(tmp_path / "l3"), "capacity": "64MiB", "ttl": ttl}
+        document = ExtraConfig.around({"tiers": {"disk": disk}})
+        open_tiers(load_config(document)).close()
+        (tmp_path / "hicache.json").write_text(json.dumps(document))
+        code, out = run(capsys, "stat", tmp_path / "hicache.json")
         assert code == 0
-        return dict(line.split(maxsplit=1) for line in out.splitlines())["ttl"]
-
-    for ttl, words in (("7d", "7d"), ("90m", "90m"), ("none", "none recorded")):
-        disk = {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "layout": layout, "ttl": ttl}
-        open_tiers(load_config(ExtraConfig.around({"tiers": {"disk": disk}}))).close()
-        assert shown() == words
-        assert shown() == words, "tools change nothing"
-    for damaged in ("", "[]", '{"ttl": null}', '{"ttl": []}'):
-        (tmp_path / "ttl.json").write_text(damaged)
-        assert shown() == "none recorded"
-    assert not list(tmp_path.glob(".ttl*"))
-
-
-def test_a_ttl_that_cannot_be_recorded_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "ttl.json").mkdir()
-    record_ttl("disk", tmp_path, 60.0)
-    record_ttl("disk", tmp_path, None)
-    assert caplog.text.count("tier disk: ttl not recorded") == 2
+        assert [line for line in out.splitlines() if line.startswith("ttl")] == [words][: words is not None]
+        assert "ttl" not in run(capsys, "stat", tmp_path / "l3")[1]
 
 
 def test_verify_finds_bad_pages_and_removes_them_only_when_asked(
@@ -392,7 +376,7 @@ def test_a_directory_that_is_none_of_ours_is_refused_and_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([command, str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"'{tmp_path}' is no directory of a file tier: it has no hicache_ext.json\n"
+    assert capsys.readouterr().err == f"'{tmp_path}' is no directory of a file tier: it has neither pages nor slabs\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -112,12 +112,6 @@ def _dead_pool(place: Place) -> None:
     place.configure(type="redis", url=f"redis://127.0.0.1:{free_port()}", required=False)
 
 
-def _empty_manifest(place: Place) -> None:
-    place.configure()
-    place.write(identity())
-    (place.path / "kv" / "v3" / "hicache_ext.json").write_bytes(b"")
-
-
 def _direct_page_files(place: Place) -> None:
     place.configure(layout="auto", io="direct")
     place.write(identity(), kind=PageFileStore)
@@ -199,7 +193,6 @@ STATES: dict[str, Callable[[Place], None]] = {
     "May others read": _open_to_others,
     "How fast is the tier": lambda place: place.configure(),
     "How full is the tier": _pages,
-    "Did a power loss hurt": _empty_manifest,
     "Are stored pages damaged": _damaged,
     "Was a tier moved": _moved,
     "A pinned prompt is recomputed": lambda place: _pin(place, written=False),

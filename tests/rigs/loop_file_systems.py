@@ -130,8 +130,8 @@ class LoopFileSystem:
         finally:
             os.close(fd)
 
-    def remount(self, within: float = 30.0, *, anew: bool = False) -> None:
-        """Unmount it, and mount it again, which recovers the log; ``anew``: another, empty file system.
+    def remount(self, within: float = 30.0) -> None:
+        """Unmount it, and mount it again, which recovers the log.
 
         Raises StillInUseError where somebody has files of it open after ``within`` seconds.
         """
@@ -150,8 +150,6 @@ class LoopFileSystem:
             if time.monotonic() > deadline:
                 raise StillInUseError(f"{self._image} still belongs to a loop device")
             time.sleep(0.05)
-        if anew:
-            _run([*_MAKERS[self.type], str(self._image)])
         self._mount()
 
     def _mount(self) -> None:

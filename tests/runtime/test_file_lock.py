@@ -165,14 +165,14 @@ time.sleep(600)
 """
 
 
-def test_a_stopped_holder_costs_the_bound_once(lock: OfdLock, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_holder_costs_the_bound_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bound = 0.5
-    change = ChangeLock(lock, "the index", bound)
+    change = ChangeLock(path, 0, "the index", bound)
     with Program(HOLDER, path) as holder, caplog.at_level(logging.INFO, "hicache_ext"):
         assert holder.ask("take") == "True"
         with holder.stopped():
             begun = time.monotonic()
-            assert not change.acquire()
+            assert not change.acquire_to_change()
             assert time.monotonic() - begun >= bound
             begun = time.monotonic()
             for _ in range(1000):
@@ -180,25 +180,25 @@ def test_a_stopped_holder_costs_the_bound_once(lock: OfdLock, path: Path, caplog
                     assert not mine
             # To wait each time would take 500 s.
             assert time.monotonic() - begun < 100 * bound
-            assert change.stuck
+            assert change._stuck
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "the index has been held for 0.5 s by another process, stopped perhaps" in caplog.text
         assert holder.ask("release") == "released"
         with change.held() as mine:
             assert mine
-        assert not change.stuck
+        assert not change._stuck
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "the index is free again" in caplog.text
 
 
 def test_threads_that_wait_together_say_once_that_the_lock_is_stuck(
-    lock: OfdLock, path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change = ChangeLock(lock, "the index", 0.2)
+    change = ChangeLock(path, 0, "the index", 0.2)
     other = OfdLock(path, 0)
     assert other.try_acquire()
     answers: list[bool] = []
-    threads = [threading.Thread(target=lambda: answers.append(change.acquire())) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: answers.append(change.acquire_to_change())) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -210,9 +210,9 @@ def test_threads_that_wait_together_say_once_that_the_lock_is_stuck(
 
 
 def test_a_slow_thread_of_this_process_is_waited_for_and_is_no_stopped_process(
-    lock: OfdLock, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    change = ChangeLock(lock, "the index", 0.05)
+    change = ChangeLock(path, 0, "the index", 0.05)
     answers: list[bool] = []
 
     def work() -> None:
@@ -226,32 +226,30 @@ def test_a_slow_thread_of_this_process_is_waited_for_and_is_no_stopped_process(
     for thread in threads:
         thread.join()
     assert answers == [True] * 4
-    assert not change.stuck and not caplog.records
+    assert not change._stuck and not caplog.records
 
 
-def test_threads_of_this_process_wait_for_each_other_while_another_process_is_stopped(
-    lock: OfdLock, path: Path
-) -> None:
-    change = ChangeLock(lock, "the index", 0.05, threads=5.0)
+def test_threads_of_this_process_wait_for_each_other_while_another_process_is_stopped(path: Path) -> None:
+    change = ChangeLock(path, 0, "the index", 0.05, threads=5.0)
     other = OfdLock(path, 0)
-    assert other.try_acquire() and not change.acquire() and change.stuck
+    assert other.try_acquire() and not change.acquire_to_change() and change._stuck
     other.release()
-    assert lock.acquire(LONG)
-    threading.Timer(0.2, lock.release).start()
+    assert change.acquire(LONG)
+    threading.Timer(0.2, change.release).start()
     with change.held() as mine:
         assert mine
-    assert not change.stuck
+    assert not change._stuck
     # Nor without bound.
-    change._threads = 0.05
-    assert lock.acquire(LONG)
-    assert not change.acquire() and not change.stuck
-    assert not change.acquire_now()
-    lock.release()
+    change._threads_bound = 0.05
+    assert change.acquire(LONG)
+    assert not change.acquire_to_change() and not change._stuck
+    assert not change.try_acquire()
+    change.release()
     other.close()
 
 
-def test_held_gives_the_lock_back_when_the_body_raises(lock: OfdLock) -> None:
-    change = ChangeLock(lock, "the index")
+def test_held_gives_the_lock_back_when_the_body_raises(lock: OfdLock, path: Path) -> None:
+    change = ChangeLock(path, 0, "the index")
     with pytest.raises(ZeroDivisionError), change.held() as mine:
         assert 1 / (1 - mine)
     assert lock.try_acquire()

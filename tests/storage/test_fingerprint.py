@@ -359,14 +359,14 @@ def test_a_killed_process_gives_its_record_back(tmp_path: Path) -> None:
     records.mkdir()
     name = record_name(model)
     hold = (
-        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
         "print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", hold, str(records / name)], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
-    with (records / name).open() as file, pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (records / name).open("r+") as file, pytest.raises(BlockingIOError):
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     holder.kill()
     holder.wait()
     started = time.monotonic()

@@ -30,12 +30,13 @@ from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.layouts import slab_home
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.storage.tiers.file.usage import occupied_bytes
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 
 LAYOUTS = ("pages", "slab")
@@ -144,7 +145,7 @@ def slabs_of_this_version(path: Path) -> dict[str, Path]:
     """The files of a directory in which a server of slabs is at work, by name."""
     used(path, "slab")
     home = slab_home(path)
-    files = {name: home / name for name in ("hicache_ext.json", "lock", "members", "0123456789.sock")}
+    files = {name: home / name for name in ("lock", "members", "0123456789.sock")}
     files |= {name: home / "slabs" / name for name in ("00000000-4096.slab", "00000000-4096.headers")}
     for file in files.values():
         if file.suffix == ".sock":
@@ -317,7 +318,7 @@ def test_files_of_others_among_slabs_of_this_version_keep_their_modes_with_the_d
 def test_the_directory_of_a_newer_release_is_no_strangers_and_keeps_its_modes(tmp_path: Path) -> None:
     slabs_of_this_version(tmp_path)
     (tmp_path / "v4").mkdir()
-    for name in ("hicache_ext.json", "lock"):
+    for name in ("members", "lock"):
         (tmp_path / "v4" / name).write_text("{}")
     loosened(tmp_path)
     prepare_directory(tmp_path, Access(), "disk", is_tier=True)
@@ -403,7 +404,7 @@ def test_a_directory_above_that_cannot_be_read_is_no_obstacle(open_place: Path) 
     os.chown(closed, SOMEBODY, SOMEBODY)
     closed.chmod(0o300)
     assert as_account(SOMEBODY, [], lambda: used(closed / "l3", "pages")) is None
-    assert (closed / "l3" / "hicache_ext.json").exists()
+    assert (closed / "l3" / "members").exists()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
@@ -427,7 +428,7 @@ def test_a_file_system_without_links_and_without_synced_directories_will_do(
     for layout in LAYOUTS:
         used(tmp_path / layout, layout)
         home = slab_home(tmp_path / layout) if layout == "slab" else tmp_path / layout
-        assert (home / "hicache_ext.json").read_text().endswith("}\n")
+        assert (home / "members").exists()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -464,8 +465,8 @@ def test_another_account_reads_nothing_and_holds_no_lock(open_place: Path, layou
 
     def pry() -> list[str]:
         got = []
-        names = ["", "v3", "v3/hicache_ext.json", "v3/slabs", "v3/members", "v3/lock"]
-        for name in (*names, "usage", "hicache_ext.json", "pages", "pins/prompt.json"):
+        names = ["", "v3", "v3/slabs", "v3/members", "v3/lock"]
+        for name in (*names, "usage", "members", "pages", "pins/prompt.json"):
             try:
                 os.close(os.open(open_place / "l3" / name, os.O_RDONLY))
                 got.append(name)
@@ -536,7 +537,7 @@ def test_whoever_may_read_may_look(open_place: Path, layout: str) -> None:
         with closing(open_inspector(path)) as inspector:
             pages = list(inspector.pages())
             reasons = [reason_it_is_bad(page, stored) for page in pages if (stored := inspector.read(page))]
-            assert inspector.occupied() > 0
+            assert occupied_bytes(path) > 0
         return len(pages), reasons == [None] * 40, [main([command, str(path)]) for command in ("ls", "stat", "verify")]
 
     before = sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*"))

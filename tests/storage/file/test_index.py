@@ -397,7 +397,7 @@ def test_a_lock_that_another_process_keeps_costs_its_bound_once(index: SlabIndex
             take(index, 1)
         waited.append(time.monotonic() - begun)
     assert waited[0] >= 0.2
-    assert index._lock.stuck
+    assert index._lock._stuck
     assert max(waited[1:]) < 0.2
     # To look up and to clear takes no lock.
     assert present(index, keys_of(range(5))) == [0, 1, 2, 3, 4]

@@ -22,7 +22,7 @@ import pytest
 
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import SetResult
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.layouts import slab_home
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     INDEX_FORMAT,

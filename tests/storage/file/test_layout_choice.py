@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hicache_ext.runtime.file_systems import file_system_of
-from hicache_ext.storage.tiers.file.manifest import choose_layout, manifest_text
+from hicache_ext.storage.tiers.file.layouts import choose_layout
 
 CAPACITY = 64 << 20
 
@@ -91,13 +91,10 @@ def test_an_unlimited_capacity_gets_page_files(tmp_path, mounted):
     assert (choice[0], "unlimited" in choice[1]) == ("pages", True)
 
 
-@pytest.mark.parametrize(
-    ("held", "number", "where", "kind"),
-    [("slab", 3, "v3", "nfs4"), ("slab", 2, "", "nfs4"), ("slab", 1, "", "nfs4"), ("pages", 1, "", "ext4")],
-)
-def test_a_directory_keeps_the_layout_its_manifest_names(tmp_path, mounted, held, number, where, kind):
+@pytest.mark.parametrize(("held", "directory", "kind"), [("slab", "v3/slabs", "nfs4"), ("pages", "pages", "ext4")])
+def test_a_directory_keeps_the_layout_that_it_has(tmp_path, mounted, held, directory, kind):
     table = mounted(kind)
-    (tmp_path / "tier" / where).mkdir(exist_ok=True)
-    (tmp_path / "tier" / where / "hicache_ext.json").write_text(manifest_text(number, held))
+    (tmp_path / "tier" / directory).mkdir(parents=True)
+    ((tmp_path / "tier" / directory).parent / "members").touch()
     choice = choose_layout(tmp_path / "tier", CAPACITY, table)
     assert (choice[0], "already" in choice[1]) == (held, True)

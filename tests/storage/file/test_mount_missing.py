@@ -16,13 +16,11 @@ from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime import breaker
-from hicache_ext.runtime.file_signature import directory_signature
 from hicache_ext.runtime.file_systems import on_root_file_system
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import opening as file_tier
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_pages
-from tests.rigs.loop_file_systems import FILE_SYSTEMS, LoopFileSystem, missing_for
 from tests.waiting import wait_until
 
 
@@ -111,7 +109,7 @@ def test_a_tier_that_is_not_required_comes_when_its_disk_is_mounted(tmp_path: Pa
         store.close()
         pytest.skip("missing: root, to mount a file system")
     try:
-        wait_until(lambda: (tmp_path / "a" / "l3" / "v3" / "hicache_ext.json").exists())
+        wait_until(lambda: (tmp_path / "a" / "l3" / "v3" / "members").exists())
         wait_until(lambda: store_pages(store, page_keys(3))[0].durable)
         assert_hits(store, page_keys(3))
     finally:
@@ -225,15 +223,3 @@ def test_another_directory_in_the_place_of_a_renamed_one_is_served(
     assert_it_serves_what_is_there_now(store, path)
     assert f"path {path} is out of service: another directory is there than was opened" in caplog.text
     store.close()
-
-
-@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
-def test_a_file_system_made_anew_on_the_same_device_is_another_one(file_system: str) -> None:
-    """Its root has the numbers of the former one."""
-    if lacking := missing_for(file_system):
-        pytest.skip(f"missing: {lacking}")
-    with LoopFileSystem(file_system) as disk:
-        before, inode = directory_signature(disk.path), disk.path.stat().st_ino
-        disk.remount(anew=True)
-        assert disk.path.stat().st_ino == inode
-        assert directory_signature(disk.path) != before

@@ -80,7 +80,8 @@ class Rig:
         self.disks = [FragileDisk(root / f"nvme{number}") for number in range(paths)]
         for disk in self.disks:
             disk.path.mkdir()
-            (disk.path / "hicache_ext.json").write_text("{}")
+            (disk.path / "pages").mkdir()
+            (disk.path / "members").touch()
         self.metrics = TierMetrics("disk")
         self.stores: list[SpreadStore] = []
 
@@ -245,16 +246,17 @@ def test_a_clear_of_long_ago_is_not_done_again(rig, monkeypatch):
     assert_hits(store, KEYS)
 
 
-def test_a_vanished_mount_is_not_begun_anew_on_the_disk_below(rig):
+def test_a_vanished_mount_is_not_begun_anew_on_the_disk_below(rig, monkeypatch):
     store = rig.store()
-    manifest = rig.disks[0].path / "hicache_ext.json"
-    manifest.unlink()
+    monkeypatch.setattr(multipath, "mount_points", lambda path: ("", frozenset()))
+    members = rig.disks[0].path / "members"
+    members.unlink()
     broken(rig, store)
     rig.disks[0].error = None
     wait_until(lambda: rig.disks[0].closed)
     time.sleep(0.2)
     assert len(rig.disks[0].opened) == 1
-    manifest.write_text("{}")
+    members.touch()
     wait_until(lambda: not store.out_of_service())
 
 

@@ -15,7 +15,6 @@ from hicache_ext.config import ExtraConfig, load_config, rounded_size
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers.file import manifest
 from hicache_ext.storage.tiers.file.examination import of_paths
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from tests.rigs.disk_faults import DiskFaults
@@ -160,10 +159,10 @@ def test_one_broken_path_of_two_is_left_out_at_start(
 
 
 def test_a_path_that_holds_something_else_stops_the_start(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "hicache_ext.json").write_text("not ours")
-    with pytest.raises(StoreSetupError, match="is not a manifest of this package"):
-        opened(tmp_path, path=[str(tmp_path / "a"), str(tmp_path / "b")])
+    (tmp_path / "b" / "v3" / "slabs").mkdir(parents=True)
+    (tmp_path / "b" / "v3" / "members").touch()
+    with pytest.raises(StoreSetupError, match="holds format 3, layout 'slab'"):
+        opened(tmp_path, path=[str(tmp_path / "a"), str(tmp_path / "b")], layout="pages")
 
 
 @pytest.mark.parametrize("layout", ["pages", "slab"])
@@ -214,20 +213,3 @@ def test_the_settings_of_the_tiers_reach_the_store(tmp_path: Path) -> None:
         "promote_to": "near",
     }
     store.close()
-
-
-@pytest.mark.parametrize("layout", ["pages", "slab"])
-def test_a_manifest_that_another_process_makes_between_two_looks_is_no_damaged_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: manifest.Layout
-) -> None:
-    real = manifest.format_and_layout
-
-    def read_and_made(directory: Path) -> Any:
-        found = real(directory)
-        with monkeypatch.context() as patch:
-            patch.setattr(manifest, "format_and_layout", real)
-            manifest.adopt(tmp_path, layout, "another")
-        return found
-
-    monkeypatch.setattr(manifest, "format_and_layout", read_and_made)
-    manifest.check_before_start(tmp_path, layout, "disk")

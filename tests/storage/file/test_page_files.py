@@ -118,9 +118,9 @@ def test_what_is_no_file_and_cannot_be_removed_is_not_said_to_be_removed(store, 
         assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
         assert store_one_by_one(store, [KEY]) == [SetResult.REJECTED]
     assert "is removed" not in caplog.text
-    assert "is no file and cannot be removed" in caplog.text
+    assert "is bad (not_a_file) and cannot be removed" in caplog.text
     assert read_pages(store, [KEY])[0] == [GetResult.CORRUPT]
-    assert "was no file and is removed" in caplog.text
+    assert "was bad (not_a_file) and is removed" in caplog.text
     assert store_one_by_one(open_store(), [KEY]) == [SetResult.STORED]
     assert store.contains([KEY]) == [True]
 
@@ -479,7 +479,7 @@ def test_an_account_that_fails_is_a_refused_write_and_not_an_exception(store, pa
         raise OSError(errno.ENOLCK, "no locks available")
 
     store_one_by_one(store, [page_key("a third")])
-    monkeypatch.setattr("hicache_ext.runtime.file_lock.try_lock_bytes", fail)
+    monkeypatch.setattr("hicache_ext.runtime.file_lock.try_lock_byte", fail)
     assert store_one_by_one(store, page_keys(3)) == [SetResult.ERROR] * 3
     assert_hits(store, [KEY])
     _flip(page, 300)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -614,7 +613,6 @@ def test_a_directory_of_the_other_layout_is_refused_with_a_sentence(tmp_path: Pa
     open_store(tmp_path / "b").close()
     with pytest.raises(StoreSetupError, match=r"holds format [23], layout 'slab'"):
         PageFileStore("disk", tmp_path / "b", capacity=None)
-    assert json.loads((tmp_path / "b" / "v3" / "hicache_ext.json").read_text())["format"] == 3
 
 
 def test_an_opening_that_fails_for_want_of_descriptors_leaves_none_and_no_thread(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_editor, open_inspector
-from hicache_ext.storage.tiers.file.manifest import choose_layout
+from hicache_ext.storage.tiers.file.layouts import choose_layout
 from hicache_ext.storage.tiers.file.read_only import ReadOnlyStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, store_pages
 from tests.cli.test_tools_change_nothing import seen

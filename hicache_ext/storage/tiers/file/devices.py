@@ -22,13 +22,8 @@ from hicache_ext.runtime.members import boot_id
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
 
-Trouble = Callable[[Exception], None]
+Trouble = Callable[[Exception], object]
 """Called with every OSError that a store met and handled. Any thread; never raises."""
-
-
-def no_trouble(_: Exception) -> None:
-    """For a store that nobody watches."""
-
 
 _DEVICE_ERRORS = frozenset(
     (

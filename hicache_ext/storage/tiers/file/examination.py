@@ -18,14 +18,7 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, trial_directory, try_store
 from hicache_ext.storage.tiers.file.config import FileTierConfig
-from hicache_ext.storage.tiers.file.manifest import (
-    Layout,
-    check_before_start,
-    format_and_layout,
-    newer_versions,
-    slab_home,
-)
-from hicache_ext.storage.tiers.file.modes import MANIFEST
+from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, newer_versions, slab_home
 from hicache_ext.storage.tiers.file.opening import chosen_layout, open_paths
 from hicache_ext.storage.tiers.file.slab.listing import servers_out_of_reach
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
@@ -63,7 +56,7 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
             try:
                 layouts[path], reasons[path] = chosen_layout(name, tier, path)
                 check_before_start(path, layouts[path], name)
-                findings += [*_as_found(path, layouts[path], tier), *of_users(path, layouts[path])]
+                findings += [*_as_found(path, tier), *of_users(path, layouts[path])]
                 places[path] = trials.enter_context(trial_directory(path))
             except OSError as error:
                 remedies = ["run the doctor as the server's account"] if isinstance(error, PermissionError) else []
@@ -105,15 +98,11 @@ def _trial_store(
         raise StoreSetupError(name, reason) from None
 
 
-def _as_found(path: Path, layout: str, tier: FileTierConfig) -> list[Finding]:
+def _as_found(path: Path, tier: FileTierConfig) -> list[Finding]:
     """What a server would change at its start. Raises OSError."""
     if not path.exists():
         return []
     findings: list[Finding] = []
-    home = slab_home(path) if layout == "slab" else path
-    if (home / MANIFEST).exists() and format_and_layout(home) is None:
-        seen = f"{home / MANIFEST} cannot be read, after a power loss perhaps; a server makes it anew at its start"
-        findings.append(Finding("format", Level.WARNING, seen, "nothing: its pages are kept"))
     for newer in newer_versions(path):
         seen = f"{newer} is of a newer release; it stays as it is, and does not count in the capacity"
         findings.append(Finding("newer release", Level.WARNING, seen, "remove it if no such release will come back"))

@@ -10,15 +10,8 @@ import math
 from pathlib import Path
 
 from hicache_ext.errors import StoreError
-from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.inspector import Inspector
-from hicache_ext.storage.tiers.file.manifest import (
-    check_before_start,
-    format_and_layout,
-    layout_in,
-    slab_home,
-)
-from hicache_ext.storage.tiers.file.modes import MANIFEST
+from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, layout_in
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
@@ -35,37 +28,32 @@ def open_inspector(path: Path) -> Inspector:
         raise StoreError(f"{str(path)!r} cannot be read: {error.filename}: {error.strerror}") from error
 
 
-def open_editor(path: Path) -> Editor:
-    """Raises StoreError when ``path`` is no directory of the file tier that can be changed."""
+def open_editor(path: Path) -> PageFileStore | SlabEditor:
+    """Close what it returns. Raises StoreError when ``path`` is no directory of the file tier that can be changed."""
     if _layout(path) == "slab":
         return SlabEditor(path)
     # Without a capacity it never evicts; removals go through the shared usage record.
-    return PageFileStore(str(path), path, capacity=None, plan=IoPlan(threads=1))
+    return PageFileStore(str(path), path, capacity=None)
 
 
-def _layout(path: Path) -> str:
-    """The layout of a directory with a manifest of this version. Raises StoreError without one."""
+def _layout(path: Path) -> Layout:
+    """Raises StoreError where ``path`` is no tier's, or not of one layout alone."""
     try:
-        layout = layout_in(path)
-        if layout is not None:
-            check_before_start(path, layout if layout in ("pages", "slab") else "slab", str(path))
-        home = slab_home(path) if layout == "slab" else path
-        if layout is not None and format_and_layout(home) is not None:
+        if (layout := layout_in(path)) is not None:
+            check_before_start(path, layout, str(path))
             return layout
-        if layout is not None and (home / MANIFEST).exists():
-            raise StoreError(f"{str(home / MANIFEST)!r} cannot be read; the next server that starts makes it anew")
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
     if not path.exists():
         raise StoreError(f"{str(path)!r} does not exist; a server makes it at its start")
-    raise StoreError(f"{str(path)!r} is no directory of a file tier: it has no {MANIFEST}")
+    raise StoreError(f"{str(path)!r} is no directory of a file tier: it has neither pages nor slabs")
 
 
 class SlabEditor(SlabStore):
     """Evicts nothing: its capacity is what the directory takes."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path), path, capacity=max(1, occupied_bytes(path)), plan=IoPlan(threads=1))
+        super().__init__(str(path), path, capacity=max(1, occupied_bytes(path)))
         # Pages that are not found yet could not be removed.
         self.wait_until_rebuilt(math.inf)
 
@@ -79,7 +67,3 @@ class SlabEditor(SlabStore):
         """As ``PageFileStore``."""
         self._allocator.forget_left_slabs()
         return self._index.free_dead()
-
-
-Editor = PageFileStore | SlabEditor
-"""One directory, whatever its layout, to be changed. Not thread-safe; close it."""

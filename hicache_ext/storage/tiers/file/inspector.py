@@ -7,12 +7,11 @@ import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,6 @@ class StoredPage:
     @property
     def identity(self) -> bytes:
         return self.key[:IDENTITY_LENGTH]
-
-
-class Uses(NamedTuple):
-    """The uses of the pages of one identity."""
-
-    hits: int
-    last: float
-    """Wall-clock seconds."""
 
 
 _NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
@@ -68,8 +59,9 @@ class Inspector(abc.ABC):
     def pages(self) -> Iterator[StoredPage]:
         """Every page, identity by identity."""
 
-    def uses(self, digest: bytes) -> Uses | None:
-        """Hits of an identity's pages since it was last cleared; None where none were counted."""
+    def uses(self, digest: bytes) -> tuple[int, float] | None:
+        """Hits of an identity's pages since it was last cleared, and when the last one was (wall-clock seconds); None
+        where none were counted."""
         return None
 
     def tenant_pages(self, names: Sequence[str]) -> dict[str, int]:
@@ -97,10 +89,6 @@ class Inspector(abc.ABC):
     @abc.abstractmethod
     def left_overs(self) -> int:
         """The number of left-overs of killed processes."""
-
-    def occupied(self) -> int:
-        """Bytes of disk that the tier takes."""
-        return occupied_bytes(self.path)
 
     @abc.abstractmethod
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:

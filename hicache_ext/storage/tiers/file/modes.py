@@ -1,7 +1,7 @@
 """The modes of the files in PATH, corrected when a server starts: older files, or files made with another mode.
 
 A file that is not ours keeps its mode, and so does a directory that holds one. The directory of a newer release
-(manifest.py) is left alone.
+(layouts.py) is left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hicache_ext.runtime.access import IDENTITIES, Access, make_directory, make_
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "hicache_ext.json"
+MEMBERS = "members"
+"""In PATH, or in the directory of slabs: who uses it (runtime/members.py)."""
 SLAB_VERSION = 3
 """Format of the slabs of this version, and the number of their directory."""
 VERSION_NAME = re.compile(r"v([0-9]{1,9})")
@@ -64,12 +65,11 @@ _PAGES_OF_IDENTITY = _Directory(
     is_large=True,
 )
 _SLAB_HOME = _Directory(
-    r"hicache_ext\.json|\.hicache_ext\.json\.[0-9]+\.[0-9]+|lock|members|[0-9a-f]{1,10}\.sock",
+    r"lock|members|[0-9a-f]{1,10}\.sock",
     {"slabs": _Directory(SLAB_FILE.pattern)},
 )
 _TIER = _Directory(
-    r"hicache_ext\.json|usage|members|ttl\.json|io_probe\.(json|lock)"
-    r"|\.(hicache_ext\.json|ttl\.json|io_probe\.json)\.[0-9]+\.[0-9]+|\.probe\.[0-9]+",
+    r"usage|members|io_probe\.(json|lock)|\.io_probe\.json\.[0-9]+\.[0-9]+|\.probe\.[0-9]+",
     {
         IDENTITIES: _Directory(rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+"),
         "pins": _Directory(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),
@@ -92,7 +92,7 @@ def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -
     """Make PATH and its parents, and give our files in it the modes of ``access``; logs one line if that changed
     anything. Raises OSError where PATH cannot be made, StoreSetupError where this account is not in the group.
 
-    ``is_tier``: whether PATH was a tier's before (manifest.py). If not, everything in it is somebody else's, whatever
+    ``is_tier``: whether PATH was a tier's before (layouts.py). If not, everything in it is somebody else's, whatever
     its name: others use names like ``index`` and ``weights``, too.
     """
     try:
@@ -103,21 +103,6 @@ def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -
             raise _no_such_right(path, access, tier) from error
         raise
     _Modes(path, access, tier).put_right(is_tier=is_tier)
-
-
-def holds_only_ours(directory: Path) -> bool:
-    """Whether PATH, or one version's directory in it, has something of ours beside its manifest and nothing of others,
-    going by names alone. Never raises OSError."""
-    known = _SLAB_HOME if VERSION_NAME.fullmatch(directory.name) else _TIER
-
-    def is_ours(name: str) -> bool:
-        if known is _TIER and VERSION_NAME.fullmatch(name):
-            return (directory / name / MANIFEST).is_file()
-        return any(re.fullmatch(ours, name) for ours in (known.files, *known.directories))
-
-    names = {entry.name for entry in _entries(directory)}
-    ours = set(filter(is_ours, names))
-    return bool(ours - {MANIFEST}) and all(_NOBODYS.fullmatch(name) for name in names - ours)
 
 
 def name_in(directory: str) -> re.Pattern[str]:
@@ -307,10 +292,10 @@ def _inside(entry: os.DirEntry[str], directory: _Directory) -> _Directory | None
 
 
 def _version_of(entry: os.DirEntry[str]) -> int | None:
-    """The version whose directory this entry of PATH is. Others have directories of such names, too: without a manifest
-    in it, it is theirs."""
+    """The version whose directory this entry of PATH is. Others have directories of such names, too: where nobody uses
+    it as a tier, it is theirs."""
     match = VERSION_NAME.fullmatch(entry.name)
-    return int(match[1]) if match and os.path.lexists(os.path.join(entry.path, MANIFEST)) else None
+    return int(match[1]) if match and os.path.lexists(os.path.join(entry.path, MEMBERS)) else None
 
 
 def _is_other_version(entry: os.DirEntry[str]) -> bool:

@@ -43,7 +43,6 @@ from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.call_gate import CallGate
-from hicache_ext.runtime.file_signature import DirectorySignature, directory_signature, why_replaced
 from hicache_ext.runtime.file_systems import mount_points
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
@@ -52,7 +51,7 @@ from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
-from hicache_ext.storage.tiers.file.manifest import check_manifest_is_there
+from hicache_ext.storage.tiers.file.layouts import check_files_are_there
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -126,14 +125,14 @@ class _Part:
         """Those whose clearing a disk that dies may lose: until when. It is lasting once an error came before that."""
         self._fd: int | None = None
         """Of the directory that is in service."""
-        self._opened: tuple[DirectorySignature | None, str] | None = None
-        """The directory that was in service last, and its mount point; None before the first one."""
+        self._mount_point: str | None = None
+        """Of the directory that was in service last; None before the first one."""
         self._lock = threading.Lock()
 
     def look(self) -> None:
         """Remember which directory it is that comes into service. Takes as long as the disk likes."""
         with suppress(OSError):
-            self._opened = directory_signature(self.path), self._mount_points()[0]
+            self._mount_point = self._mount_points()[0]
             self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         if self.why_replaced() is not None:
             # On a file system that numbers its inodes at every look, a later look would say nothing.
@@ -151,19 +150,28 @@ class _Part:
             os.close(fd)
 
     def why_replaced(self) -> str | None:
-        """How another directory, or none, has come into the place of the one in service; None while it has not."""
-        return None if self._fd is None else why_replaced(self._fd, self.path)
+        """How another directory, or none, has come into the place of the one in service, in words; None while it has
+        not, or where that cannot be seen."""
+        if self._fd is None:
+            return None
+        opened = os.fstat(self._fd)
+        try:
+            now = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return "the directory that was opened is not there any more"
+        except OSError:
+            return None
+        if os.path.samestat(opened, now):
+            return None
+        return f"another {'directory' if opened.st_dev == now.st_dev else 'file system'} is there than was opened"
 
     def check(self) -> None:
         """Raises OSError unless the device under the path takes a write.
 
-        Makes no directory where a mount has vanished: the tier would begin anew on the disk below. Where there is no
-        manifest, another directory must be there than before, or none, and a file system be mounted where one was.
+        Makes no directory where a mount has vanished: the tier would begin anew on the disk below.
         """
-        if self._opened is not None:
-            opened, mount_point = self._opened
-            if directory_signature(self.path) == opened or mount_point not in self._mount_points()[1]:
-                check_manifest_is_there(self.path)
+        if self._mount_point is not None and self._mount_point not in self._mount_points()[1]:
+            check_files_are_there(self.path)
         if self.path.is_dir():
             _try_to_write(self.path)
 

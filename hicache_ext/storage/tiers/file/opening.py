@@ -16,10 +16,10 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, choose_io, measured_device, takes_direct
-from hicache_ext.storage.tiers.file.manifest import Layout, check_before_start, choose_layout, layout_in
+from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, choose_layout, layout_in
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
-from hicache_ext.storage.tiers.file.path_store import PathStore, record_ttl
+from hicache_ext.storage.tiers.file.path_store import PathStore
 
 if TYPE_CHECKING:
     from hicache_ext.storage.tiers.file.config import FileTierConfig
@@ -126,16 +126,12 @@ def _open_path(
     if layout == "slab":
         from hicache_ext.storage.tiers.file.slab.store import SlabStore
 
-        try:
-            store = SlabStore(name, path, capacity=share, plan=plan, **common)
-        except OSError as error:
-            raise StoreSetupError(name, f"directory {str(path)!r}: {error}") from error
+        store = SlabStore(name, path, capacity=share, plan=plan, **common)
     else:
         from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 
         shared = tier.sharing().shared
         store = PageFileStore(name, path, capacity=share, plan=plan, shared=shared, **common)
-    record_ttl(name, path, tier.ttl)
     return store
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import errno
-import json
 import logging
 import math
 import mmap
@@ -29,16 +28,16 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.runtime.whole_file import read_document, remove_whole, write_whole
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble, no_trouble
+from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble
 from hicache_ext.storage.tiers.file.pages.tree import save_document
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
@@ -48,26 +47,6 @@ logger = logging.getLogger(__name__)
 def oldest_valid_ms(ttl: float | None) -> int:
     """Pages created (``created_ms`` of their envelope) before this are expired; 0 without a ttl."""
     return 0 if ttl is None else int((time.time() - ttl) * 1000)
-
-
-def record_ttl(tier: str, path: Path, ttl: float | None) -> None:
-    """For ``recorded_ttl``. Never raises OSError: a tier works without."""
-    record = path / "ttl.json"
-    try:
-        if ttl is None:
-            remove_whole(record)
-        elif recorded_ttl(path) != ttl:
-            write_whole(record, json.dumps({"ttl": ttl}) + "\n")
-    except OSError as error:
-        logger.warning("tier %s: ttl not recorded in %s: %s", tier, path, error)
-
-
-def recorded_ttl(path: Path) -> float | None:
-    """The ttl of the tier that opened this directory last; None without one, or where none is recorded."""
-    try:
-        return float((read_document(path / "ttl.json") or {})["ttl"])
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 DOUBT = 300.0
@@ -144,7 +123,7 @@ class PathStore(TierStore):
         ttl: float | None = None,
         shared: bool = False,
         metrics: TierMetrics | None = None,
-        trouble: Trouble = no_trouble,
+        trouble: Trouble = lambda _: None,
         evicted_age: RecentMean | None = None,
     ) -> None:
         """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
@@ -176,13 +155,17 @@ class PathStore(TierStore):
             self._open(path, evicted_age or RecentMean())
             # The metrics may be older than this store: a path that was out of service comes back.
             self._bad_found = self.metrics.total("corrupt")
+        except (OSError, ValueError) as error:
+            PathStore._close(self)
+            reason = getattr(error, "strerror", None) or error
+            raise StoreSetupError(name, f"directory {str(path)!r}: {reason}") from error
         except BaseException:
             PathStore._close(self)
             raise
 
     @abc.abstractmethod
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
-        """Open the directory. Raises StoreSetupError."""
+        """Open the directory. Raises OSError, ValueError, StoreSetupError."""
 
     @abc.abstractmethod
     def fullness(self) -> Fullness:

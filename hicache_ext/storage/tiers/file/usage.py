@@ -13,27 +13,24 @@ restart. An account that cannot be read counts as full until then. Reasons: docs
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
+from pydantic import TypeAdapter
+
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import Members
-from hicache_ext.runtime.whole_file import json_in
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.layouts import slab_home
 
 _RECORD_LIMIT = 1 << 20
-_MOST_BYTES = 1 << 60
-_CHECKSUM = b', "checksum": '
-"""Its last field: of everything before it."""
 _EVICTION_BYTE = 0
 """Of the file of members, which nobody has as its id: one process at a time evicts."""
 _READS = 3
@@ -54,19 +51,17 @@ def gone_writers(path: Path, is_alive: Callable[[int], bool]) -> IsGone:
     return lambda writer, last_change: time.time() - last_change >= silence and not is_alive(writer)
 
 
-@dataclass(slots=True)
-class UnderWay:
-    """The operations of one writer process under way."""
+class UnderWay(NamedTuple):
+    """What one writer process has reserved for operations under way, perhaps for none but removals."""
 
-    operations: int = 0
-    reserved: int = 0
-    last_change: float = 0.0
+    reserved: int
+    last_change: float
     """Wall-clock time."""
 
 
 @dataclass(slots=True)
 class UsageRecord:
-    """The content of the file."""
+    """The content of the file: as JSON on one line, a checksum before it."""
 
     stored: int = 0
     """Bytes; without ``counted`` what came and went since the account was lost."""
@@ -97,6 +92,9 @@ class UsageRecord:
         return self.recount or not self.counted or self.counts % 2 == 1
 
 
+_RECORD = TypeAdapter(UsageRecord)
+
+
 @dataclass(slots=True)
 class Removal:
     """The progress of a removal (``Usage.removing``)."""
@@ -119,26 +117,22 @@ class Usage:
         """
         self._members = members
         self._is_gone = is_gone
-        turns = f"the turn to evict from {str(path.parent)!r}"
-        self._evictions = ChangeLock(OfdLock(members_path, _EVICTION_BYTE), turns)
         self._state = threading.Lock()
         # What this process has under way, and what it has still to tell the account.
         self._operations = 0
         self._reserved = 0
         self._unsettled = 0
         self._doubt = False
-        try:
-            lock, name = free_lock(OfdLock(path), _held(path)), f"the account {str(path)!r}"
+        with ExitStack() as locks:
             # clear() takes it on SGLang's scheduler thread.
-            self._lock = ChangeLock(lock, name, threads=CHANGE_LOCK_BOUND)
-        except BaseException:
-            self._evictions.close()
-            raise
-        try:
+            self._lock = ChangeLock(path, 0, f"the account {str(path)!r}", threads=CHANGE_LOCK_BOUND)
+            locks.callback(self._lock.close)
+            turns = f"the turn to evict from {str(path.parent)!r}"
+            self._evictions = ChangeLock(members_path, _EVICTION_BYTE, turns)
+            locks.callback(self._evictions.close)
+            self._lock.check_is_free(_held(path))
             self._begin(path)
-        except BaseException:
-            self.close()
-            raise
+            self._locks = locks.pop_all()
 
     def _begin(self, path: Path) -> None:
         with self.locked() as record:
@@ -320,8 +314,7 @@ class Usage:
     def close(self) -> None:
         """Tell the account what it does not know yet, if it is free. Raises nothing."""
         self._end()
-        self._lock.close()
-        self._evictions.close()
+        self._locks.close()
 
     def _change(self, operations: int = 0, reserved: int = 0, stored: int = 0) -> None:
         with self._state:
@@ -345,7 +338,7 @@ class Usage:
         if record.counted:
             record.stored = max(0, record.stored)
         if operations > 0:
-            record.under_way[own] = UnderWay(operations, max(0, reserved), time.time())
+            record.under_way[own] = UnderWay(max(0, reserved), time.time())
         else:
             record.under_way.pop(own, None)
         return settled
@@ -374,20 +367,9 @@ class Usage:
         return None
 
     def _write(self, record: UsageRecord) -> None:
-        document = {
-            "stored": record.stored,
-            "under_way": {
-                writer: (left.operations, left.reserved, left.last_change) for writer, left in record.under_way.items()
-            },
-            "recount": record.recount,
-            "counted": record.counted,
-            "counts": record.counts,
-            "users": record.users,
-            "no_space_since": record.no_space_since,
-        }
-        body = json.dumps(document).encode()[:-1]
+        body = _RECORD.dump_json(record, warnings=False)
         # The newline ends the record: the rest of an earlier, longer one is never read.
-        os.pwrite(self._lock.fd, body + _CHECKSUM + _checksum(body) + b"\n", 0)
+        os.pwrite(self._lock.fd, _checksum(body) + b" " + body + b"\n", 0)
 
 
 def _held(path: Path) -> str:
@@ -420,35 +402,15 @@ def _recorded(directory: Path) -> UsageRecord | None:
     return None
 
 
-def _checksum(body: bytes) -> bytes:
-    return b"%d}" % zlib.crc32(body)
-
-
 def _record_in(raw: bytes) -> UsageRecord | None:
     """None for anything else than a record, whole and undamaged."""
-    try:
-        line = raw[: raw.index(b"\n")]
-        body, separator, checksum = line.rpartition(_CHECKSUM)
-        if not separator or checksum != _checksum(body):
-            return None
-        document = json_in(line)
-        return UsageRecord(
-            stored=_bytes(document["stored"], -_MOST_BYTES),
-            under_way={
-                int(writer): UnderWay(_bytes(operations), _bytes(reserved), float(last_change))
-                for writer, (operations, reserved, last_change) in document["under_way"].items()
-            },
-            recount=bool(document["recount"]),
-            counted=bool(document["counted"]),
-            counts=int(document["counts"]),
-            users=[int(user) for user in document["users"]],
-            no_space_since=_bytes(document["no_space_since"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    checksum, _, body = raw.partition(b"\n")[0].partition(b" ")
+    if checksum != _checksum(body):
         return None
+    with suppress(ValueError):
+        return _RECORD.validate_json(body)
+    return None
 
 
-def _bytes(value: Any, least: int = 0) -> int:
-    if not isinstance(value, int) or not least <= value <= _MOST_BYTES:
-        raise ValueError(value)
-    return value
+def _checksum(body: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(body)

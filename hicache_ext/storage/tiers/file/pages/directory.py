@@ -2,7 +2,6 @@
 
 ::
 
-    PATH/hicache_ext.json                     what this directory is: format and layout
     PATH/members                              empty; who uses the directory has a byte of it locked (members.py)
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
@@ -10,7 +9,7 @@
     PATH/tmp/                                 pages being written; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
     PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
-    PATH/ttl.json, io_probe.*                 see path_store.py, devices.py
+    PATH/io_probe.*                           see devices.py
 
 Only names of exactly these forms are read, counted or removed. Other files stay: the directory around them that clear()
 moves is moved aside with them, and so is a directory with a page's name.
@@ -27,10 +26,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.manifest import adopt, check_before_start
+from hicache_ext.storage.tiers.file.layouts import adopt, check_before_start
 from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
@@ -46,17 +44,14 @@ class PageDirectory(PageTree):
     """Publishes pages whole or not at all in one directory, and cleans up there. Thread-safe."""
 
     def __init__(self, path: Path, tier: str) -> None:
-        """Create or adopt ``path``. Raises StoreSetupError with a sentence on anything that would fail later."""
+        """Create or adopt ``path``. Raises OSError, and StoreSetupError where it is of another layout."""
         super().__init__(path)
-        try:
-            check_before_start(path, "pages", tier)
-            make_tier_directory(path)
-            for directory in (self.identities, self.pages_path, self.temporary):
-                make_directory(directory)
-            adopt(path, "pages", tier)
-            self.members = Members(self.members_path)
-        except OSError as error:
-            raise StoreSetupError(tier, f"directory {str(path)!r}: {error.strerror or error}") from error
+        check_before_start(path, "pages", tier)
+        make_tier_directory(path)
+        for directory in (self.identities, self.pages_path, self.temporary):
+            make_directory(directory)
+        adopt(path, "pages", tier)
+        self.members = Members(self.members_path)
         self.is_gone = gone_writers(path, self.members.is_alive)
         self._access = access_in(path)
 

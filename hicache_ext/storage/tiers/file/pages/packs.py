@@ -295,11 +295,13 @@ class Packs:
             self.catalogue.look_for(identity, pack)
             return [GetResult.MISS if is_alone(pack) else None] * count
         except OSError as error:
-            return self._not_opened(run, batch, path, error)
+            if error.errno in _UNREADABLE:
+                return self._no_page_file(run, batch, path, "unreadable")
+            return self._failed_read(run, batch, path, error)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                return self._no_file(run, batch, path, status)
+                return self._no_page_file(run, batch, path, "not_a_file", status)
             if is_alone(pack):
                 if status.st_size != pack.page_bytes:
                     reason = "truncated" if status.st_size < pack.page_bytes else "longer"
@@ -317,37 +319,19 @@ class Packs:
         finally:
             os.close(fd)
 
-    def _not_opened(self, run: Run, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
+    def _no_page_file(
+        self, run: Run, batch: PageBatch, path: str, reason: str, seen: os.stat_result | None = None
+    ) -> list[GetResult | None]:
+        """Free the name of a page alone that something else has. Nobody else wants a pack's name, and others may be
+        able to read it: it is absent to this process, and its pages are written anew."""
         first, count = batch.keys[run.members[0]], len(run.members)
-        if error.errno not in _UNREADABLE:
-            return self._failed_read(run, batch, path, error)
         if is_alone(run.pack):
-            self._heal(first, Place(run.pack, 0), "unreadable")
+            self._heal(first, Place(run.pack, 0), reason, seen)
             return [GetResult.CORRUPT]
-        # For others it may be readable: it is absent to this process, and its pages are written anew.
-        self._metrics.add("corrupt", "unreadable", count)
+        self._metrics.add("corrupt", reason, count)
         for number in range(count):
             self.catalogue.forget_page(first[:IDENTITY_LENGTH], Place(run.pack, run.first + number))
-        logger.warning("tier %s: %s cannot be read: %s", self._tier, path, error)
-        return [GetResult.CORRUPT] * count
-
-    def _no_file(self, run: Run, batch: PageBatch, path: str, status: os.stat_result) -> list[GetResult | None]:
-        """Free the name of a pack that something else has."""
-        pack, count = run.pack, len(run.members)
-        self._metrics.add("corrupt", "not_a_file", count)
-        self.catalogue.forget(batch.keys[run.members[0]][:IDENTITY_LENGTH], pack)
-        self._unhealed.difference_update([(batch.keys[member], pack.id) for member in run.members])
-        try:
-            self._unlink(PackFile(pack), path, status)
-            logger.warning("tier %s: %s was no file and is removed", self._tier, path)
-        except ABSENT:
-            # Replaced meanwhile.
-            pass
-        except OSError as error:
-            self._note_error(error)
-            logger.warning("tier %s: %s is no file and cannot be removed: %s", self._tier, path, error)
-            for member in run.members:
-                self._remember_unhealed(batch.keys[member], pack)
+        logger.warning("tier %s: %s cannot be read (%s)", self._tier, path, reason)
         return [GetResult.CORRUPT] * count
 
     def _read_run(self, fd: int, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import OfdLock
@@ -122,18 +121,14 @@ class PageFileStore(PathStore):
             logger.warning("tier %s: %s is of page files, where tenants share nothing out", self.name, path)
         self._directory = directory = PageDirectory(path, self.name)
         self._resources.callback(directory.close)
-        account = path / "usage"
-        try:
-            self._usage = Usage(account, directory.members, directory.members_path, directory.is_gone)
-            self._resources.callback(self._usage.close)
-            self._times_full = int(bool(self.no_space_since))
-            """Since the file system had space."""
-            common = self.name, directory, self._usage, self.metrics, self._count_error, flags
-            self._packs = Packs(*common, self._look_over)
-            self._resources.callback(self._packs.close)
-            self._begin_upkeep()
-        except OSError as error:
-            raise StoreSetupError(self.name, f"account {str(account)!r}: {error.strerror or error}") from error
+        self._usage = Usage(path / "usage", directory.members, directory.members_path, directory.is_gone)
+        self._resources.callback(self._usage.close)
+        self._times_full = int(bool(self.no_space_since))
+        """Since the file system had space."""
+        common = self.name, directory, self._usage, self.metrics, self._count_error, flags
+        self._packs = Packs(*common, self._look_over)
+        self._resources.callback(self._packs.close)
+        self._begin_upkeep()
         self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), directory.occupied_by)
         self._evicted_age = evicted_age
         self._undeletable: set[str] = set()

@@ -2,7 +2,6 @@
 
 ::
 
-    PATH/v3/hicache_ext.json                    what this directory is (manifest.py)
     PATH/v3/members                             who is there: each process locks a byte of it (members.py)
     PATH/v3/lock                                bytes to lock: changes of the index, joining, rebuild, notes of clears
     PATH/v3/<member>.sock                       where a process gives the index to others (index_memory.py)
@@ -32,13 +31,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_ext.errors import IndexBusyError, StoreSetupError
+from hicache_ext.errors import IndexBusyError
 from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
-from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock, free_lock
+from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
-from hicache_ext.storage.tiers.file.manifest import adopt, slab_home
+from hicache_ext.storage.tiers.file.layouts import adopt, slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
@@ -96,8 +95,8 @@ class SlabDirectory:
     """One store's own. Thread-safe; close it."""
 
     def __init__(self, path: Path, tier: str, capacity: int) -> None:
-        """``capacity`` in bytes bounds the index that is made where nobody has one. Raises StoreSetupError with a
-        sentence when the directory cannot be used."""
+        """``capacity`` in bytes bounds the index that is made where nobody has one. Raises OSError, ValueError, and
+        StoreSetupError where the directory is of another layout."""
         self.path = path = path.resolve()
         self.home = slab_home(path)
         self.identities = path / "identities"
@@ -114,10 +113,6 @@ class SlabDirectory:
             self.index = self._join(capacity)
             self.rebuild = Rebuild(tier, self, OfdLock(self.home / "lock", REBUILDING))
             self._resources.callback(self.rebuild.close)
-        except (OSError, ValueError) as error:
-            self._resources.close()
-            reason = getattr(error, "strerror", None) or error
-            raise StoreSetupError(tier, f"directory {str(path)!r}: {reason}") from error
         except BaseException:
             self._resources.close()
             raise
@@ -152,9 +147,9 @@ class SlabDirectory:
             self._resources.callback(members.close)
             memory = IndexMemory(os.dup(shared))
             self._resources.callback(memory.close)
-            changing = free_lock(OfdLock(self.home / "lock", CHANGING), _NO_CHANGE)
-            lock = ChangeLock(changing, f"the index of {self.path}")
+            lock = ChangeLock(self.home / "lock", CHANGING, f"the index of {self.path}")
             self._resources.callback(lock.close)
+            lock.check_is_free(_NO_CHANGE)
 
             def share(member: int) -> None:
                 sharing = IndexSharing(self.home, self._home_fd, member, os.dup(shared))

@@ -274,7 +274,7 @@ class SlabIndex:
             # Where nothing is written nobody else would look at them before they find no place.
             if header[index_words.EVENTS] - header[index_words.LEARNED] >= len(events) // 2:
                 with suppress(OSError):
-                    if self._lock.acquire_now():
+                    if self._lock.try_acquire():
                         try:
                             self._learn(view, max(_MOST_EVENTS, len(found.rows)))
                         finally:
@@ -313,7 +313,7 @@ class SlabIndex:
         """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
         milliseconds."""
         with suppress(OSError):
-            if not self._has_left_slabs() and self._lock.acquire_now():
+            if not self._has_left_slabs() and self._lock.try_acquire():
                 try:
                     counts = [self._count(slab, 0)[1] for slab in self.view().slabs.values()]
                     of_tenants = sum(counts, np.zeros(index_words.COUNTS, np.int64))[index_words.STATES + 1 :]

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.tenants import DEFAULT
-from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, Uses
-from hicache_ext.storage.tiers.file.manifest import slab_home
+from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
+from hicache_ext.storage.tiers.file.layouts import slab_home
 from hicache_ext.storage.tiers.file.modes import SLAB_FILE
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
@@ -95,7 +95,7 @@ class SlabListing(Inspector):
         """Known while servers are there."""
         return 0 if self._memory is None else int(self._memory.header[index_words.NO_SPACE_SINCE])
 
-    def uses(self, digest: bytes) -> Uses | None:
+    def uses(self, digest: bytes) -> tuple[int, float] | None:
         """Known while servers are there."""
         if self._memory is None:
             return None
@@ -103,7 +103,7 @@ class SlabListing(Inspector):
         if number is None:
             return None
         hits, last = self._memory.identities[number, [index_words.HITS, index_words.LAST]].tolist()
-        return Uses(hits, float(last)) if hits else None
+        return (hits, float(last)) if hits else None
 
     def tenant_pages(self, names: Sequence[str]) -> dict[str, int]:
         """The pages of these tenants, about; known while servers are there."""
