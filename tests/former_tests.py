@@ -480,7 +480,10 @@ FORMER = {
     ),
     "test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_exist": "ASK is not followed",
     "test_clear_removes_what_development_versions_kept_as_objects_of_their_own": _PAST,
-    "test_slots_that_move_are_followed": "-> test_slots_that_move_are_followed_once_they_are_there",
+    "test_slots_that_move_are_followed": "-> test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node",
+    "test_slots_that_move_are_followed_once_they_are_there": (
+        "-> test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node"
+    ),
     "test_numpy_answers_what_compiled_code_does": "-> test_look_ups_and_ranks_are_those_of_the_rows",
     "test_stores_over_one_directory_share_it_until_the_last_one_goes": (
         "-> test_stores_of_one_process_share_the_index_of_their_directory_until_the_last_one_goes"

@@ -126,7 +126,6 @@ class Node:
         """The name for which that is asked again."""
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
-        self._tried = threading.Event()
         self._problem: BaseException | None = None
         self._breaker = Breaker(
             f"hicache-{metrics.tier}-node",
@@ -257,10 +256,6 @@ class Node:
         """Try to reach the node within a second, on this thread; why not, or None."""
         return None if self._breaker.probe_now() else self._problem
 
-    def wait_until_tried(self, seconds: float) -> None:
-        """Returns once a new node has been tried for the first time, or after ``seconds``."""
-        self._tried.wait(seconds)
-
     def close(self, seconds: float) -> None:
         """Waits so long for an attempt under way."""
         self._breaker.close(seconds)
@@ -286,7 +281,6 @@ class Node:
         except Exception as error:
             # Kept whatever it is: without a problem the node would pass for one that was reached.
             self._problem = error
-            self._tried.set()
             if isinstance(error, (OSError, ProtocolError, ConfigError, RefusedError)):
                 return False
             raise
@@ -297,7 +291,6 @@ class Node:
         return True
 
     def _changed(self, state: BreakerState, reason: str) -> None:
-        self._tried.set()
         if state is BreakerState.OPEN:
             self._drop()
             self._metrics.add("node", "down")

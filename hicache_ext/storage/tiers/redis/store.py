@@ -80,7 +80,6 @@ _MOST_TRIES = 1 << 18
 
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""
-_REDIRECTIONS = 3
 _SHARE = 256 * 1024
 """Bytes below which another connection does not pay."""
 _NATIVE_SHARE = 8 << 20
@@ -285,7 +284,7 @@ class RedisPageStore(TierStore):
                 talk(connection, [call])
         except (OSError, StoreError, ConfigError) as error:
             raise NotReadError(error_words(error)) from None
-        if call.redirect is not None:
+        if call.redirect:
             raise NotReadError("redirected")
         return call.result
 
@@ -447,7 +446,7 @@ class RedisPageStore(TierStore):
         node = self._topology.node_of(self._page_name(key))
         return None if node is None else node.endpoint
 
-    # -- pages on their way: over nodes and connections, and sent on where a cluster has moved them -----------------
+    # -- pages on their way: over nodes and connections --------------------------------------------------------------
 
     def _run(
         self,
@@ -474,24 +473,24 @@ class RedisPageStore(TierStore):
                 call.finish(hidden)
             else:
                 waiting.setdefault(node, []).append(call)
-        for _ in range(1 + _REDIRECTIONS):
-            shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
-            self._threads.run(
-                len(shares),
-                lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks),  # noqa: B023
-            )
-            if not self._topology.is_cluster:
-                break
-            asked = [call for pages in waiting.values() for call in pages]
-            waiting = self._redirected(asked, deadline, failed, looks=looks)
-            if not waiting:
-                return
-        # Sent on without end, or by a server that was no cluster when it was last looked at.
-        left = [call for pages in waiting.values() for call in pages if call.result is None]
-        if left:
+        shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
+        self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks))
+        if moved := [call for call in calls if call.redirect]:
+            self._settle_moved(moved, failed, looks=looks)
+
+    def _settle_moved(self, calls: Sequence[PageCall], failed: Any, *, looks: bool) -> None:
+        """Pages whose slot is on its way to another node, or there: absent, and not written until the map names it."""
+        kinds = Counter(call.redirect for call in calls)
+        self.metrics.add_many("redirect", kinds)
+        if kinds["moved"]:
             self._topology.refresh_soon()
-        for call in left:
-            call.finish(failed, "redirected")
+        absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
+        for call in calls:
+            call.redirect = ""
+            if self._topology.is_cluster:
+                call.finish(absent, "" if looks else "moving")
+            else:
+                call.finish(failed, "redirected")
 
     def _move(
         self,
@@ -566,7 +565,7 @@ class RedisPageStore(TierStore):
         reason, writes = "connection", results is SetResult
         lane = node.requests if results is None else node.pages
         for attempt in range(_ATTEMPTS):
-            waiting = [call for call in calls if call.result is None and call.redirect is None]
+            waiting = [call for call in calls if call.result is None and not call.redirect]
             if not waiting:
                 return
             if time.monotonic() >= deadline:
@@ -602,7 +601,7 @@ class RedisPageStore(TierStore):
                 if writes and reason not in _OF_SLOTS:
                     node.refused_write(reason)
                 elif looks and reason not in _OF_SLOTS:
-                    name = next(call.name for call in waiting if call.redirect is None)
+                    name = next(call.name for call in waiting if not call.redirect)
                     node.mark_down(error, self._unused_name(name))
                 break
             except ProtocolError as error:
@@ -614,36 +613,6 @@ class RedisPageStore(TierStore):
                 logger.debug("tier %s: %s: %s", self.name, node.endpoint, error)
             self.metrics.add("connection", "lost")
         _finish(calls, failed, reason)
-
-    def _redirected(
-        self, calls: list[PageCall], deadline: float, failed: Any, *, looks: bool
-    ) -> dict[Node, list[PageCall]]:
-        """The calls that another node was named for, by that node; ``failed`` where too many strangers were named.
-
-        A page whose slot is on its way to another node, which may have it, is absent and not written meanwhile.
-        """
-        waiting: dict[Node, list[PageCall]] = {}
-        for call in calls:
-            if call.redirect is None:
-                continue
-            kind, slot, endpoint = call.redirect
-            call.redirect = None
-            self.metrics.add("redirect", kind.lower())
-            if kind == "ASK":
-                absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
-                call.finish(absent, "" if looks else "moving")
-                continue
-            known = self._topology.node_of(call.name)
-            if not endpoint.host and known is not None:
-                # "The same host as the one that was asked."
-                endpoint = endpoint._replace(host=known.endpoint.host)
-            node = self._topology.redirected(slot, endpoint)
-            if node is None:
-                call.finish(failed, "redirected")
-                continue
-            node.wait_until_tried(min(short_call(self._tier), max(0.0, deadline - time.monotonic())))
-            waiting.setdefault(node, []).append(call)
-        return waiting
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -702,5 +671,5 @@ def _in_turns(of_nodes: Iterable[tuple[Node, Any, int]]) -> list[tuple[Node, Any
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
     for call in calls:
-        if call.result is None and call.redirect is None:
+        if call.result is None and not call.redirect:
             call.finish(result, reason)
