@@ -29,7 +29,7 @@ from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore, SetResult, StoreInfo
 from hicache_ext.storage.tiering.background_work import StillWanted, always, of_identities
 from hicache_ext.storage.tiering.tier_use import TieringSettings
-from hicache_ext.storage.tiering.write_behind import PromotionQueue, WriteBehind
+from hicache_ext.storage.tiering.write_behind import WriteBehind
 
 if TYPE_CHECKING:
     from hicache_ext.config import TierConfig
@@ -87,7 +87,13 @@ class TierHandle(DelegatingStore):
         """What decides which pages are written; None: all."""
         self._settings = settings = settings or TieringSettings()
         self.writes = WriteBehind(self, settings.store_buffer, queue="async", waits=True)
-        self.promotions = PromotionQueue(self, settings.promotion_buffer, lambda: self.before_promotion())
+        self.promotions = WriteBehind(
+            self,
+            settings.promotion_buffer,
+            queue="promotion",
+            waits=False,
+            before_batch=lambda: self.before_promotion(),
+        )
         self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
         self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
 

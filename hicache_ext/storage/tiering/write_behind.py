@@ -13,15 +13,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import PageBatch, SetResult, counted
 from hicache_ext.storage.tiering.background_work import StillWanted, always
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiering.tier_handle import TierHandle
 
 logger = logging.getLogger(__name__)
 
@@ -35,38 +37,23 @@ _MOST_REFUSALS = 3
 """How often a tier may answer REJECTED for a page while it stores others: it never takes it, and it is dropped."""
 _FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
 """Seconds for which an offer waits for space while nothing leaves the queue: twice what the last batch took."""
+_QUEUED = {SetResult.STORED: "queued", SetResult.EXISTS: "waiting", SetResult.REJECTED: "dropped"}
 _LONGEST_WAIT = 600.0
 """Seconds after its first refusal at which a page is dropped: it must not take the place of others for ever."""
-
-
-class QueueOwner(Protocol):
-    """The tier of a queue: ``TierHandle``, which makes its queues."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def metrics(self) -> TierMetrics: ...
-
-    hidden: frozenset[bytes]
-
-    def hide(self, keys: Iterable[bytes]) -> None: ...
-
-    def write_queued(self, batch: PageBatch) -> list[SetResult]: ...
-
-    def may_write(self) -> bool: ...
 
 
 class WriteBehind:
     """Pages to be written to one tier, in order, each key once. Thread-safe. Its thread starts with the first page.
 
     Counted in the metrics of the tier under the name of the queue: ``dropped_pages``, the levels ``queue_pages`` and
-    ``queue_bytes``. A store that opens late changes its metrics then, so they are asked for each time.
+    ``queue_bytes``; and in a queue that does not wait, an event of its name: queued, waiting (was queued already),
+    dropped (queue full, or cleared meanwhile), and then stored, exists or failed. A store that opens late changes its
+    metrics then, so they are asked for each time.
     """
 
     def __init__(
         self,
-        tier: QueueOwner,
+        tier: TierHandle,
         capacity: int,
         *,
         queue: str,
@@ -161,6 +148,9 @@ class WriteBehind:
                 if SetResult.STORED in results:
                     self._loop.wake()
                 self._publish_levels()
+        if not self._waits:
+            counts = {word: results.count(result) for result, word in _QUEUED.items() if result in results}
+            self._tier.metrics.add_many(self._queue, counts)
         if dropped := results.count(SetResult.REJECTED):
             self._tier.metrics.add("dropped_pages", self._queue, dropped)
         return results
@@ -270,7 +260,9 @@ class WriteBehind:
             facts = self._tier.name, len(batch), self._queue, error
             self._log.log(logging.WARNING, "raised", words, *facts, exc_info=error)
             results = [SetResult.ERROR] * len(batch)
-        self._written(results)
+        if not self._waits:
+            written = Counter(result.value if result.durable else "failed" for result in results)
+            self._tier.metrics.add_many(self._queue, written)
         with self._condition:
             self._under_way.clear()
             # EXISTS says nothing: a tier that takes no pages may have some of them.
@@ -318,9 +310,6 @@ class WriteBehind:
                 self._waiting[key] = self._waiting.pop(key)
         return dropped
 
-    def _written(self, results: Sequence[SetResult]) -> None:
-        """Count how the pages of a batch were written, beside what is counted here."""
-
     def _drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._bytes -= len(self._waiting.pop(key))
@@ -329,36 +318,3 @@ class WriteBehind:
     def _publish_levels(self) -> None:
         self._tier.metrics.set_level("queue_pages", self._queue, len(self._waiting))
         self._tier.metrics.set_level("queue_bytes", self._queue, self._bytes)
-
-
-PROMOTION_PATIENCE = 1.0
-"""Seconds for which a batch of promotions waits for foreground reads and prefetches."""
-
-
-class PromotionQueue(WriteBehind):
-    """Pages to be promoted to a tier, which are written when neither a foreground read nor a prefetch is under way.
-
-    The caller chooses the pages: those of the leading run of a read that came from a tier further out. A page that is
-    queued is not queued again. Counted in the metrics of the tier, event ``promotion``: queued, waiting (was queued
-    already), dropped (queue full, or cleared meanwhile), and then stored, exists or failed.
-    """
-
-    def __init__(self, tier: QueueOwner, capacity: int, wait_for_quiet: Callable[[], None]) -> None:
-        super().__init__(tier, capacity, queue="promotion", waits=False, before_batch=wait_for_quiet)
-
-    def promote(self, batch: PageBatch, positions: Sequence[int], still_wanted: StillWanted) -> int:
-        """Queue the pages at ``positions``, which were read; their bytes are copied before this returns.
-
-        Returns how many of them are in the queue.
-        """
-        results = self.offer(batch, positions, still_wanted)
-        outcomes = Counter({word: results.count(result) for result, word in _QUEUED.items() if result in results})
-        self._tier.metrics.add_many("promotion", outcomes)
-        return outcomes["queued"] + outcomes["waiting"]
-
-    def _written(self, results: Sequence[SetResult]) -> None:
-        outcomes = Counter(result.value if result.durable else "failed" for result in results)
-        self._tier.metrics.add_many("promotion", outcomes)
-
-
-_QUEUED = {SetResult.STORED: "queued", SetResult.EXISTS: "waiting", SetResult.REJECTED: "dropped"}
