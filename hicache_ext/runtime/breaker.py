@@ -86,8 +86,6 @@ class Breaker:
         self._examined_for = ""
         self._pause = 0.0
         self._probe_at = 0.0
-        self._probing = threading.Lock()
-        self._probes = 0
         self._loop = BackgroundLoop(name, self._step, backoff)
 
     @property
@@ -108,12 +106,6 @@ class Breaker:
     def probing(self) -> bool:
         """Whether the thread of the probes lives."""
         return self._loop.running
-
-    @property
-    def probe_interval(self) -> float:
-        """Seconds until the first probe of this opening: longer each time it came back and failed again."""
-        with self._lock:
-            return self._first_pause()
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -186,18 +178,6 @@ class Breaker:
             self._probe_at = time.monotonic() + after
         self._loop.wake(after)
 
-    def probe_now(self) -> bool:
-        """Probe on this thread, or wait for the probe under way; whether calls may go through."""
-        probes = self._probes
-        with self._probing:
-            if self._state is not BreakerState.OPEN or self._probes != probes:
-                return self.up
-            good = self._is_good()
-            self._probes += 1
-            if good:
-                self.recover()
-            return good
-
     def _is_good(self) -> bool:
         try:
             return self._probe()
@@ -250,7 +230,9 @@ class Breaker:
         if self._state is BreakerState.HALF_OPEN:
             # Also where nobody asks.
             self._end_slow_start()
-        elif not self.probe_now():
+        elif self._is_good():
+            self.recover()
+        else:
             with self._lock:
                 self._pause = min(self._backoff.longest, 2 * self._pause)
                 self._probe_at = time.monotonic() + self._pause

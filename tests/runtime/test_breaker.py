@@ -90,7 +90,7 @@ def test_what_is_open_is_not_tripped_again_nor_by_what_began_before_the_last_cha
     assert server.breaker.trip("gone", ticket)
     assert not server.breaker.trip("gone again") and server.breaker.admit() is None
     server.answers = True
-    assert server.breaker.probe_now()
+    wait_until(lambda: server.breaker.up)
     assert not server.breaker.trip("late news", ticket) and server.breaker.up
     assert server.breaker.trip("gone", server.breaker.admit())
 
@@ -103,28 +103,6 @@ def test_one_that_begins_open_is_probed_from_resume_on() -> None:
     wait_until(lambda: server.breaker.up)
     assert server.changes == [(CLOSED, "")]
     assert server.breaker.close(PATIENCE)
-
-
-def test_two_that_ask_at_once_share_one_probe(server: Server) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    probe = server._probe
-
-    def slow() -> bool:
-        begun.set()
-        assert go_on.wait(PATIENCE)
-        return probe()
-
-    server.breaker._probe = slow
-    server.breaker.trip("gone")
-    assert begun.wait(PATIENCE)
-    answers: list[bool] = []
-    other = threading.Thread(target=lambda: answers.append(server.breaker.probe_now()))
-    other.start()
-    time.sleep(0.02)
-    server.answers = True
-    go_on.set()
-    other.join(PATIENCE)
-    assert answers == [True] and len(server.probes) == 1
 
 
 def test_a_slow_start_ends_by_itself_and_is_cut_by_a_bad_call() -> None:

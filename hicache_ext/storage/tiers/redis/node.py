@@ -110,7 +110,7 @@ class Node:
         metrics: TierMetrics,
         when_down: Callable[[], None],
     ) -> None:
-        """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``."""
+        """Down until it was reached for the first time: in the background from ``start`` on."""
         self.endpoint = endpoint
         self._tier = tier
         self._tls = tls
@@ -126,7 +126,8 @@ class Node:
         """The name for which that is asked again."""
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
-        self._problem: BaseException | None = None
+        self._tried = threading.Event()
+        self._problem: BaseException = TimeoutError("no answer in time")
         self._breaker = Breaker(
             f"hicache-{metrics.tier}-node",
             self._reach,
@@ -252,9 +253,10 @@ class Node:
         """Try in the background to reach a node that is down."""
         self._breaker.resume(at_once=True)
 
-    def attempt(self) -> BaseException | None:
-        """Try to reach the node within a second, on this thread; why not, or None."""
-        return None if self._breaker.probe_now() else self._problem
+    def tried_within(self, seconds: float) -> BaseException | None:
+        """Why the last attempt to reach the node was in vain, or None where it is up; the first one is waited for."""
+        self._tried.wait(seconds)
+        return None if self.up else self._problem
 
     def close(self, seconds: float) -> None:
         """Waits so long for an attempt under way."""
@@ -281,6 +283,7 @@ class Node:
         except Exception as error:
             # Kept whatever it is: without a problem the node would pass for one that was reached.
             self._problem = error
+            self._tried.set()
             if isinstance(error, (OSError, ProtocolError, ConfigError, RefusedError)):
                 return False
             raise
@@ -291,6 +294,7 @@ class Node:
         return True
 
     def _changed(self, state: BreakerState, reason: str) -> None:
+        self._tried.set()
         if state is BreakerState.OPEN:
             self._drop()
             self._metrics.add("node", "down")

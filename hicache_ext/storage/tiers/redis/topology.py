@@ -164,7 +164,7 @@ class Topology:
         self._threads.close(max(0.0, deadline - time.monotonic()))
 
     def _node(self, endpoint: Endpoint) -> Node:
-        """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
+        """The node at ``endpoint``, made if it is new; a new one is down until it was reached, which begins now."""
         node = self._nodes.get(endpoint)
         if node is None:
             node = self._nodes[endpoint] = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
@@ -328,12 +328,9 @@ class Topology:
 
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
         node = self._node(endpoint)
-        if not node.up:
-            (problem,) = self._side_by_side(Node.attempt, [node])
-            if problem is not None:
-                return problem
-        self._single = node
-        return None
+        if (problem := node.tried_within(_ROUND * short_call(self._tier))) is None:
+            self._single = node
+        return problem
 
     def _use_cluster(self, named: _Map) -> BaseException | None:
         if self._tier.database:
@@ -341,10 +338,9 @@ class Topology:
         nodes = {endpoint: self._node(endpoint) for endpoint in set(named) if endpoint is not None}
         self._slots = [None if endpoint is None else nodes[endpoint] for endpoint in named]
         self._keep_only({node.endpoint for node in self.nodes})
-        down = [node for node in self.nodes if not node.up and not self._keeper.stopping]
-        problems = self._side_by_side(Node.attempt, down)
-        up = any(node.up for node in self.nodes)
-        return None if up else next((p for p in problems if p is not None), ConnectionError("it has no slots"))
+        until = time.monotonic() + _ROUND * short_call(self._tier)
+        problems = [node.tried_within(max(0.0, until - time.monotonic())) for node in self.nodes]
+        return None if None in problems else next(iter(problems), ConnectionError("it has no slots"))
 
 
 def slot_of(redis_key: bytes) -> int:
