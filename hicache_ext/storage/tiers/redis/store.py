@@ -75,9 +75,6 @@ from hicache_ext.storage.tiers.redis.topology import Topology, post_hint, read_h
 
 logger = logging.getLogger(__name__)
 
-_MOST_TRIES = 1 << 18
-"""Names; a cluster has 16,384 slots."""
-
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""
 _SHARE = 256 * 1024
@@ -163,7 +160,8 @@ class RedisPageStore(TierStore):
         """Raises StoreSetupError where a server does not let its user do what serving does. Other refusals pass: a node
         that answers no reads is down until it does, and one that takes no writes is read."""
         for node in self._topology.nodes:
-            name = self._a_page_of(node)
+            # Of any slot: a node says what its user may not do before it says whose the slot is.
+            name = self._page_name(os.urandom(KEY_LENGTH))
             try:
                 with node.aside(short_call(self._tier)) as connection:
                     refused = refused_commands(connection, name, writes=not self._tier.only_read)
@@ -181,12 +179,6 @@ class RedisPageStore(TierStore):
             passing = [one for one in refused if one.word not in WRITES]
             if passing:
                 node.mark_down(passing[0], self._unused_name(name))
-
-    def _a_page_of(self, node: Node) -> bytes:
-        """The name of a page that nobody has, on this node; on any where it has lost its slots meanwhile."""
-        names = (self._page_name(os.urandom(KEY_LENGTH)) for _ in range(_MOST_TRIES))
-        fitting = (name for name in names if not self._topology.is_cluster or self._topology.node_of(name) is node)
-        return next(fitting, self._page_name(os.urandom(KEY_LENGTH)))
 
     def _unused_name(self, like: bytes) -> bytes:
         """One that no page has: in a cluster in the slot of the page ``like``, by a hash tag."""

@@ -99,8 +99,8 @@ class Topology:
         self._metrics = metrics
         self._nodes: dict[Endpoint, Node] = {}
         """Changed by the keeper alone."""
-        self._slots: list[Node | None] | None = None
-        self._single: Node | None = None
+        self._slots: list[Node | None] = [None]
+        """The node of each slot; of a server that is no cluster, of all keys."""
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
@@ -129,24 +129,21 @@ class Topology:
 
     @property
     def is_cluster(self) -> bool:
-        return self._slots is not None
+        return len(self._slots) > 1
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes that hold pages."""
-        if self._slots is None:
-            return [] if self._single is None else [self._single]
         return list({id(node): node for node in self._slots if node is not None}.values())
 
     def node_of(self, redis_key: bytes) -> Node | None:
         """The node that holds a key; None when the cluster has none for it. Keys of ours have no hash tag."""
-        if self._slots is None:
-            return self._single
-        return self._slots[slot_of(redis_key)]
+        slots = self._slots
+        return slots[slot_of(redis_key) if len(slots) > 1 else 0]
 
     def slots_without_node(self) -> int:
-        """Slots of the cluster whose pages are misses."""
-        return 0 if self._slots is None else sum(node is None for node in self._slots)
+        """Slots whose pages are misses."""
+        return self._slots.count(None)
 
     def refresh_soon(self) -> None:
         self._refresh_wanted = True
@@ -228,7 +225,7 @@ class Topology:
                 if isinstance(answer, BaseException):
                     problem = problem or _in_words(answer)
                 elif answer is None:
-                    if self._slots is None:
+                    if not self.is_cluster:
                         return self._use_single(endpoint)
                     problem = problem or ConnectionError(f"{endpoint} is in no cluster any more")
                 # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
@@ -329,7 +326,7 @@ class Topology:
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
         node = self._node(endpoint)
         if (problem := node.tried_within(_ROUND * short_call(self._tier))) is None:
-            self._single = node
+            self._slots = [node]
         return problem
 
     def _use_cluster(self, named: _Map) -> BaseException | None:
