@@ -46,7 +46,7 @@ class WriteBehind:
     """Pages to be written to one tier, in order, each key once. Thread-safe. Its thread starts with the first page.
 
     Counted in the metrics of the tier under the name of the queue: ``dropped_pages``, the levels ``queue_pages`` and
-    ``queue_bytes``; and in a queue that does not wait, an event of its name: queued, waiting (was queued already),
+    ``queue_bytes``; in a queue that does not wait, event ``promotion``: queued, waiting (was queued already),
     dropped (queue full, or cleared meanwhile), and then stored, exists or failed. A store that opens late changes its
     metrics then, so they are asked for each time.
     """
@@ -150,7 +150,7 @@ class WriteBehind:
                 self._publish_levels()
         if not self._waits:
             counts = {word: results.count(result) for result, word in _QUEUED.items() if result in results}
-            self._tier.metrics.add_many(self._queue, counts)
+            self._tier.metrics.add_many("promotion", counts)
         if dropped := results.count(SetResult.REJECTED):
             self._tier.metrics.add("dropped_pages", self._queue, dropped)
         return results
@@ -262,7 +262,7 @@ class WriteBehind:
             results = [SetResult.ERROR] * len(batch)
         if not self._waits:
             written = Counter(result.value if result.durable else "failed" for result in results)
-            self._tier.metrics.add_many(self._queue, written)
+            self._tier.metrics.add_many("promotion", written)
         with self._condition:
             self._under_way.clear()
             # EXISTS says nothing: a tier that takes no pages may have some of them.
