@@ -1,8 +1,8 @@
 """The commands on one connection to read, write, find and remove pages.
 
 Each function takes pages through ``PageCall`` and sets their ``result`` one by one, so that a connection that breaks in
-the middle leaves exactly the pages without a result to be asked for again. A page whose slot has moved gets a
-``redirect`` instead. What a healthy server needs, ``NativeCall`` does without the GIL.
+the middle leaves exactly the pages without a result to be asked for again. What a healthy server needs, ``NativeCall``
+does without the GIL.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _MOST_PIPELINED = 256
 """Pages whose requests are sent before their replies are received."""
 REDIRECTS = {"MOVED": "moved", "ASK": "ask"}
 """Errors of a node of a cluster whose slot another one has, and their names in the metrics."""
+ELSEWHERE = object()
+"""The result of a page whose node has said so, until the store makes another one of it."""
 
 _REMOVE_IF_SAME = b"""
 local length = redis.pcall('STRLEN', KEYS[1])
@@ -80,7 +82,6 @@ class PageCall:
         "key",
         "name",
         "reason",
-        "redirect",
         "result",
         "seen",
         "segments",
@@ -96,8 +97,6 @@ class PageCall:
         """GetResult, SetResult, or what was answered; None while it is not known."""
         self.reason = ""
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
-        self.redirect = ""
-        """How the node said that another one has its slot: moved, ask."""
         self.seen: Sighting | None = None
         """Of a copy that is not this page."""
 
@@ -228,7 +227,7 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
             break
     if refusal:
         for call in missing:
-            if call.result is None and not call.redirect and call not in raced:
+            if call.result is None and call not in raced:
                 _refuse(call, refusal)
     return refusal, raced
 
@@ -377,8 +376,9 @@ def _integer(reply: Reply) -> int:
 
 
 def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
-    call.redirect = REDIRECTS.get(error.code, "")
-    return bool(call.redirect)
+    if error.code in REDIRECTS:
+        call.finish(ELSEWHERE, REDIRECTS[error.code])
+    return call.result is ELSEWHERE
 
 
 Talk = Callable[..., str | None]

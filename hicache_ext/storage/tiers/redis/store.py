@@ -58,6 +58,7 @@ from hicache_ext.storage.tiers.redis.connection import (
 )
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import (
+    ELSEWHERE,
     REMOVES,
     WRITES,
     NativeCall,
@@ -276,7 +277,7 @@ class RedisPageStore(TierStore):
                 talk(connection, [call])
         except (OSError, StoreError, ConfigError) as error:
             raise NotReadError(error_words(error)) from None
-        if call.redirect:
+        if call.result is ELSEWHERE:
             raise NotReadError("redirected")
         return call.result
 
@@ -467,18 +468,15 @@ class RedisPageStore(TierStore):
                 waiting.setdefault(node, []).append(call)
         shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
         self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks))
-        if moved := [call for call in calls if call.redirect]:
-            self._settle_moved(moved, failed, looks=looks)
-
-    def _settle_moved(self, calls: Sequence[PageCall], failed: Any, *, looks: bool) -> None:
-        """Pages whose slot is on its way to another node, or there: absent, and not written until the map names it."""
-        kinds = Counter(call.redirect for call in calls)
+        if not (elsewhere := [call for call in calls if call.result is ELSEWHERE]):
+            return
+        # Their slot is on its way to another node, or there: absent, and not written until the map names it.
+        kinds = _reasons(elsewhere)
         self.metrics.add_many("redirect", kinds)
         if kinds["moved"]:
             self._topology.refresh_soon()
         absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
-        for call in calls:
-            call.redirect = ""
+        for call in elsewhere:
             if self._topology.is_cluster:
                 call.finish(absent, "" if looks else "moving")
             else:
@@ -557,7 +555,7 @@ class RedisPageStore(TierStore):
         reason, writes = "connection", results is SetResult
         lane = node.requests if results is None else node.pages
         for attempt in range(_ATTEMPTS):
-            waiting = [call for call in calls if call.result is None and not call.redirect]
+            waiting = [call for call in calls if call.result is None]
             if not waiting:
                 return
             if time.monotonic() >= deadline:
@@ -593,7 +591,7 @@ class RedisPageStore(TierStore):
                 if writes and reason not in _OF_SLOTS:
                     node.refused_write(reason)
                 elif looks and reason not in _OF_SLOTS:
-                    name = next(call.name for call in waiting if not call.redirect)
+                    name = next(call.name for call in waiting if call.result is not ELSEWHERE)
                     node.mark_down(error, self._unused_name(name))
                 break
             except ProtocolError as error:
@@ -663,5 +661,5 @@ def _in_turns(of_nodes: Iterable[tuple[Node, Any, int]]) -> list[tuple[Node, Any
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
     for call in calls:
-        if call.result is None and not call.redirect:
+        if call.result is None:
             call.finish(result, reason)
