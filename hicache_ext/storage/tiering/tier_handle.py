@@ -72,8 +72,6 @@ class TierHandle(DelegatingStore):
         """``store`` with all that is around it, ``bare`` without. Owns them."""
         super().__init__(store)
         self.bare = bare if bare is not None else store
-        self.before_promotion: Callable[[], None] = lambda: None
-        """Waits until promotions may go on [the queue's thread]."""
         self._lock = threading.Lock()
         self.hidden: frozenset[bytes] = frozenset()
         """Pages that were written when they were cleared or removed: absent until they are removed again."""
@@ -87,13 +85,7 @@ class TierHandle(DelegatingStore):
         """What decides which pages are written; None: all."""
         self._settings = settings = settings or TieringSettings()
         self.writes = WriteBehind(self, settings.store_buffer, queue="async", waits=True)
-        self.promotions = WriteBehind(
-            self,
-            settings.promotion_buffer,
-            queue="promotion",
-            waits=False,
-            before_batch=lambda: self.before_promotion(),
-        )
+        self.promotions = WriteBehind(self, settings.promotion_buffer, queue="promotion", waits=False)
         self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
         self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
 

@@ -194,7 +194,7 @@ class TieredStore:
         if self._prefetcher is not None:
             self._prefetcher.configure(settings, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
-            tier.before_promotion = lambda: self._gate.wait_until_idle(_PATIENCE)
+            tier.promotions.before_batch = lambda: self._gate.wait_until_idle(_PATIENCE)
             tier.configure(settings)
         for tier in arrangement.later:
             tier.writes.declare()

@@ -51,23 +51,15 @@ class WriteBehind:
     metrics then, so they are asked for each time.
     """
 
-    def __init__(
-        self,
-        tier: TierHandle,
-        capacity: int,
-        *,
-        queue: str,
-        waits: bool,
-        before_batch: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``waits``: pages that the tier refuses stay and are offered to it again. ``before_batch`` is called before
-        each batch is taken, and may wait."""
+    def __init__(self, tier: TierHandle, capacity: int, *, queue: str, waits: bool) -> None:
+        """``waits``: pages that the tier refuses stay and are offered to it again."""
         self._tier = tier
         self.capacity = capacity
         """Bytes of payload, for offers that begin from now on. What waits stays, also above a smaller one."""
         self._queue = queue
         self._waits = waits
-        self._before_batch = before_batch
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called before each batch is taken; may wait."""
         self._condition = threading.Condition()
         self._waiting: dict[bytes, bytes] = {}
         """Key -> payload, oldest first, including the batch under way."""
@@ -239,7 +231,7 @@ class WriteBehind:
                     return math.inf
                 closing = self._closing
             if not closing:
-                self._before_batch()
+                self.before_batch()
             with self._condition:
                 # A clear() hides what is under way, and only that: it is one step with the look whether there is one.
                 if not self._tier.may_write():
