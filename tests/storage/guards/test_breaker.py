@@ -238,7 +238,7 @@ def test_closing_does_not_sit_out_a_slow_start() -> None:
     failing.active = False
     wait_until(lambda: store.breaker.state is HALF_OPEN)
     store.close()
-    assert not store.breaker.probing
+    assert not store.breaker._loop.running
 
 
 @pytest.mark.parametrize("result", [GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED])

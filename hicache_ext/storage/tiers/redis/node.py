@@ -110,7 +110,7 @@ class Node:
         metrics: TierMetrics,
         when_down: Callable[[], None],
     ) -> None:
-        """Down until it was reached for the first time: in the background from ``start`` on."""
+        """Down until it was reached for the first time: in the background, from now on."""
         self.endpoint = endpoint
         self._tier = tier
         self._tls = tls
@@ -135,6 +135,7 @@ class Node:
             on_change=self._changed,
             state=BreakerState.OPEN,
         )
+        self._breaker.begin_to_probe()
 
     @property
     def up(self) -> bool:
@@ -248,10 +249,6 @@ class Node:
     def took_write(self) -> None:
         if self.writes.end():
             self._log.log(logging.INFO, "writes", "redis node %s takes writes again", self.endpoint)
-
-    def start(self) -> None:
-        """Try in the background to reach a node that is down."""
-        self._breaker.resume(at_once=True)
 
     def tried_within(self, seconds: float) -> BaseException | None:
         """Why the last attempt to reach the node was in vain, or None where it is up; the first one is waited for."""

@@ -161,11 +161,10 @@ class Topology:
         self._threads.close(max(0.0, deadline - time.monotonic()))
 
     def _node(self, endpoint: Endpoint) -> Node:
-        """The node at ``endpoint``, made if it is new; a new one is down until it was reached, which begins now."""
+        """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
         node = self._nodes.get(endpoint)
         if node is None:
             node = self._nodes[endpoint] = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
-            node.start()
         return node
 
     # -- the keeper ------------------------------------------------------------------------------------------------
