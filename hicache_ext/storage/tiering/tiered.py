@@ -2,8 +2,8 @@
 
 A read asks a far tier only for what the nearer ones lack. Pages that exists() has just found far out are read from
 there at once, beside the near tiers. Pages found behind ``promote_to`` are written to it in the background
-(write_behind.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
-``async`` are written in the background (write_behind.py). Reasons: docs/decisions/several-tiers.md.
+(tier_handle.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
+``async`` are written in the background (tier_handle.py). Reasons: docs/decisions/several-tiers.md.
 """
 
 from __future__ import annotations
