@@ -494,7 +494,19 @@ FORMER = {
     ),
     "test_a_reply_too_many_of_a_node_that_is_asked_during_a_move_makes_no_page_exist": "ASK is not followed",
     "test_clear_removes_what_development_versions_kept_as_objects_of_their_own": _PAST,
-    "test_slots_that_move_are_followed": "-> test_slots_that_move_are_followed_once_they_are_there",
+    "test_two_that_ask_at_once_share_one_probe": "only the thread of a breaker probes",
+    "test_a_page_that_two_requests_wait_for_is_kept_for_both": (
+        "-> test_a_page_is_kept_for_every_request_that_found_it_until_its_room_is_needed"
+    ),
+    "test_a_page_is_kept_for_every_request_that_found_it": (
+        "-> test_a_page_is_kept_for_every_request_that_found_it_until_its_room_is_needed"
+    ),
+    "test_one_that_begins_open_is_probed_from_resume_on": "-> test_one_that_begins_open_is_probed_when_that_is_begun",
+    "test_to_resume_what_is_probed_already_delays_no_probe": "a breaker that begins open begins to be probed once",
+    "test_slots_that_move_are_followed": "-> test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node",
+    "test_slots_that_move_are_followed_once_they_are_there": (
+        "-> test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node"
+    ),
     "test_numpy_answers_what_compiled_code_does": "-> test_look_ups_and_ranks_are_those_of_the_rows",
     "test_stores_over_one_directory_share_it_until_the_last_one_goes": (
         "-> test_stores_of_one_process_share_the_index_of_their_directory_until_the_last_one_goes"

@@ -64,7 +64,7 @@ class Breaker:
         ``backoff``: pauses between probes; the first one of an opening is longer each time a slow start failed.
         ``on_change(state, reason)`` is called after every change, under no lock, on the thread that made it.
         ``watch``: the reason to trip, or None; asked from time to time while CLOSED, from ``begin_to_watch`` on.
-        ``state``: one that begins OPEN is probed from ``resume`` on.
+        ``state``: one that begins OPEN is probed from ``begin_to_probe`` on.
         """
         self._probe = probe
         self._backoff = backoff
@@ -84,10 +84,8 @@ class Breaker:
         """Raised at each change of state: what began before says nothing about the time after it."""
         self._in_doubt = False
         self._examined_for = ""
-        self._pause = 0.0
+        self._pause = backoff.first
         self._probe_at = 0.0
-        self._probing = threading.Lock()
-        self._probes = 0
         self._loop = BackgroundLoop(name, self._step, backoff)
 
     @property
@@ -103,17 +101,6 @@ class Breaker:
     def closing(self) -> bool:
         """``close`` was called."""
         return self._loop.stopping
-
-    @property
-    def probing(self) -> bool:
-        """Whether the thread of the probes lives."""
-        return self._loop.running
-
-    @property
-    def probe_interval(self) -> float:
-        """Seconds until the first probe of this opening: longer each time it came back and failed again."""
-        with self._lock:
-            return self._first_pause()
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -147,8 +134,10 @@ class Breaker:
             self._in_doubt = in_doubt and self._state is BreakerState.CLOSED
             self._change(BreakerState.OPEN)
             self._opened += 1
+            pause = self._pause = self._first_pause()
+            self._probe_at = time.monotonic() + pause
         self._on_change(BreakerState.OPEN, reason)
-        self._schedule(at_once=False)
+        self._loop.wake(pause)
         return True
 
     # -- probes ----------------------------------------------------------------------------------------------------
@@ -167,36 +156,14 @@ class Breaker:
     def _examined(self) -> None:
         """The probe of ``examine`` went well."""
 
-    def resume(self, *, at_once: bool = False) -> None:
-        """Probe in the background from now on, unless that is under way or it is closed."""
-        if not self.probing:
-            self._schedule(at_once)
+    def begin_to_probe(self) -> None:
+        """Probe one that began OPEN, in the background and at once."""
+        self._loop.wake()
 
     def begin_to_watch(self) -> None:
         """From now on ``watch`` is asked in the background."""
         self._watching = True
         self._loop.wake(WATCH_INTERVAL)
-
-    def _schedule(self, at_once: bool) -> None:
-        with self._lock:
-            if self._state is BreakerState.CLOSED:
-                return
-            self._pause = self._first_pause()
-            after = 0.0 if at_once or self._state is BreakerState.HALF_OPEN else self._pause
-            self._probe_at = time.monotonic() + after
-        self._loop.wake(after)
-
-    def probe_now(self) -> bool:
-        """Probe on this thread, or wait for the probe under way; whether calls may go through."""
-        probes = self._probes
-        with self._probing:
-            if self._state is not BreakerState.OPEN or self._probes != probes:
-                return self.up
-            good = self._is_good()
-            self._probes += 1
-            if good:
-                self.recover()
-            return good
 
     def _is_good(self) -> bool:
         try:
@@ -250,7 +217,9 @@ class Breaker:
         if self._state is BreakerState.HALF_OPEN:
             # Also where nobody asks.
             self._end_slow_start()
-        elif not self.probe_now():
+        elif self._is_good():
+            self.recover()
+        else:
             with self._lock:
                 self._pause = min(self._backoff.longest, 2 * self._pause)
                 self._probe_at = time.monotonic() + self._pause

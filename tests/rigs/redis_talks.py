@@ -117,4 +117,4 @@ def _plainly(connection: Connection, keys: Sequence[bytes], pages: HostPages, wo
         else:
             page_calls.write_pages(connection, calls, None)
     finally:
-        results += [call.result for call in calls]
+        results += [None if call.result is page_calls.ELSEWHERE else call.result for call in calls]

@@ -55,7 +55,7 @@ def test_it_is_probed_in_the_background_until_it_answers_and_then_in_full_use(se
     wait_until(lambda: server.breaker.up)
     assert server.changes == [(OPEN, "gone"), (CLOSED, "")]
     assert set(server.probes) == {"test-probe"}
-    wait_until(lambda: not server.breaker.probing)
+    wait_until(lambda: not server.breaker._loop.running)
 
 
 def test_what_is_watched_trips_it_whenever_it_says_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,41 +90,19 @@ def test_what_is_open_is_not_tripped_again_nor_by_what_began_before_the_last_cha
     assert server.breaker.trip("gone", ticket)
     assert not server.breaker.trip("gone again") and server.breaker.admit() is None
     server.answers = True
-    assert server.breaker.probe_now()
+    wait_until(lambda: server.breaker.up)
     assert not server.breaker.trip("late news", ticket) and server.breaker.up
     assert server.breaker.trip("gone", server.breaker.admit())
 
 
-def test_one_that_begins_open_is_probed_from_resume_on() -> None:
+def test_one_that_begins_open_is_probed_when_that_is_begun() -> None:
     server = Server(state=OPEN)
-    assert not server.breaker.up and not server.breaker.probing
+    assert not server.breaker.up and not server.breaker._loop.running
     server.answers = True
-    server.breaker.resume(at_once=True)
+    server.breaker.begin_to_probe()
     wait_until(lambda: server.breaker.up)
     assert server.changes == [(CLOSED, "")]
     assert server.breaker.close(PATIENCE)
-
-
-def test_two_that_ask_at_once_share_one_probe(server: Server) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    probe = server._probe
-
-    def slow() -> bool:
-        begun.set()
-        assert go_on.wait(PATIENCE)
-        return probe()
-
-    server.breaker._probe = slow
-    server.breaker.trip("gone")
-    assert begun.wait(PATIENCE)
-    answers: list[bool] = []
-    other = threading.Thread(target=lambda: answers.append(server.breaker.probe_now()))
-    other.start()
-    time.sleep(0.02)
-    server.answers = True
-    go_on.set()
-    other.join(PATIENCE)
-    assert answers == [True] and len(server.probes) == 1
 
 
 def test_a_slow_start_ends_by_itself_and_is_cut_by_a_bad_call() -> None:
@@ -159,14 +137,3 @@ def test_a_closed_one_neither_probes_nor_comes_back(server: Server) -> None:
     server.breaker.recover()
     time.sleep(0.05)
     assert len(server.probes) == probes and not server.breaker.up
-
-
-def test_to_resume_what_is_probed_already_delays_no_probe() -> None:
-    slow = Breaker("test-probe", lambda: slow_probed.append(None) is None, Backoff(0.2, 60.0))
-    slow_probed: list[None] = []
-    slow.trip("gone")
-    deadline = time.monotonic() + PATIENCE
-    while not slow_probed and time.monotonic() < deadline:
-        slow.resume()
-        time.sleep(0.01)
-    assert slow_probed and slow.close(PATIENCE)

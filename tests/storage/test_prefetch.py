@@ -206,8 +206,9 @@ def test_the_buffer_is_never_exceeded_and_what_waits_is_fetched_when_there_is_ro
     wait_until(lambda: prefetcher.inside(keys) == 5)
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 5 * SIZE
     assert take(prefetcher, keys[:5])[0] == [GetResult.HIT] * 5
-    wait_until(lambda: prefetcher.inside(keys) == 5)
-    assert far.metrics.value("prefetch", "fetched") == 10
+    wait_until(lambda: far.metrics.value("prefetch", "fetched") == 10)
+    wait_until(lambda: prefetcher.inside(keys[5:10]) == 5)
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 5 * SIZE
 
 
 def test_a_page_nobody_reads_expires_and_is_counted_as_wasted(open_prefetcher, far, clock):
@@ -224,30 +225,25 @@ def test_a_page_nobody_reads_expires_and_is_counted_as_wasted(open_prefetcher, f
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 0
 
 
-def test_a_page_that_two_requests_wait_for_is_kept_for_both(open_prefetcher, far):
-    prefetcher = open_prefetcher()
-    keys = page_keys(3)
-    store_pages(far.inner, keys)
+def test_a_page_is_kept_for_every_request_that_found_it_until_its_room_is_needed(open_prefetcher, far, clock):
+    prefetcher = open_prefetcher(buffer=4 * SIZE, lifetime=30)
+    keys, others = page_keys(3), page_keys(3, "others")
+    for some in (keys, others):
+        store_pages(far.inner, some)
     announce(prefetcher, far, keys)
     announce(prefetcher, far, keys)
     wait_until(lambda: prefetcher.inside(keys) == 3)
-    assert take(prefetcher, keys)[0] == [GetResult.HIT] * 3
-    assert prefetcher.inside(keys) == 3
-    assert take(prefetcher, keys)[0] == [GetResult.HIT] * 3
-    assert prefetcher.inside(keys) == 0
-    assert far.metrics.value("prefetch", "useful") == 3
-
-
-def test_a_page_is_kept_for_every_request_that_found_it(open_prefetcher, far):
-    prefetcher = open_prefetcher()
-    keys = page_keys(3)
-    store_pages(far.inner, keys)
     for _ in range(3):
-        announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 3)
-    for left in (3, 3, 0):
         assert take(prefetcher, keys)[0] == [GetResult.HIT] * 3
-        assert prefetcher.inside(keys) == left
+    assert prefetcher.inside(keys) == 3
+    announce(prefetcher, far, others)
+    wait_until(lambda: prefetcher.inside(others) == 3)
+    assert prefetcher.inside(keys) == 0
+    assert take(prefetcher, others)[0] == [GetResult.HIT] * 3
+    clock.now = 31.0
+    assert take(prefetcher, others)[0] == [None] * 3
+    assert (far.metrics.value("prefetch", "useful"), far.metrics.value("prefetch", "wasted")) == (6, 0)
+    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 0
 
 
 def test_a_page_that_is_asked_for_twice_in_one_read_is_there_twice(open_prefetcher, far):
@@ -262,7 +258,6 @@ def test_a_page_that_is_asked_for_twice_in_one_read_is_there_twice(open_prefetch
         assert prefetcher.take(pages, host.buffers) == [GetResult.HIT] * 3
     assert [host.payload(number) for number in range(3)] == [payload_of(key, SIZE) for key in asked]
     assert far.metrics.value("prefetch", "useful") == 2
-    assert prefetcher.inside(keys) == 0
 
 
 def test_a_page_that_two_tiers_have_is_fetched_from_the_first_that_was_announced(open_prefetcher, near, far):
@@ -303,7 +298,6 @@ def test_pages_that_were_announced_twice_and_dropped_are_fetched_when_they_are_f
     announce(prefetcher, near, keys)
     wait_until(lambda: prefetcher.inside(keys) == 64)
     assert take(prefetcher, keys)[0] == [GetResult.HIT] * 64
-    assert prefetcher.inside(keys) == 0
 
 
 def test_pages_that_nobody_reads_keep_the_memory_of_no_others(open_prefetcher, far):
@@ -316,10 +310,9 @@ def test_pages_that_nobody_reads_keep_the_memory_of_no_others(open_prefetcher, f
     wait_until(lambda: prefetcher.inside(first) == 64)
     some = [key for number, key in enumerate(first) if number % 32 != 31]
     assert take(prefetcher, some)[0] == [GetResult.HIT] * 62
-    assert prefetcher.inside(first) == 2
-    assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 2 * SIZE
     announce(prefetcher, far, then)
     wait_until(lambda: prefetcher.inside(then) == 62)
+    assert prefetcher.inside(first) == 2
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 64 * SIZE
     # Those left are still read from the buffer.
     assert take(prefetcher, [first[31], first[63]])[1] == [payload_of(key, SIZE) for key in (first[31], first[63])]
@@ -361,7 +354,7 @@ def test_pages_expire_in_their_own_time_whatever_was_fetched_before_them(
     clock.now = 31.0
     assert take(prefetcher, later[:1])[0] == [GetResult.HIT]
     assert prefetcher.inside(keys) == 0
-    assert prefetcher.inside(later) == 3
+    assert prefetcher.inside(later) == 4
 
 
 def test_a_shorter_lifetime_is_that_of_what_is_in_the_buffer_too(open_prefetcher, far, clock):

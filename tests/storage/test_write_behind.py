@@ -11,7 +11,7 @@ import pytest
 
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiering import write_behind
+from hicache_ext.storage.tiering import tier_handle
 from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -145,7 +145,7 @@ def test_a_clear_of_a_long_queue_lets_others_have_their_turn(held: HeldStore) ->
 def test_pages_wait_while_the_tier_takes_none_and_are_written_when_it_is_back(
     answer: SetResult | Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "_REFUSED", Backoff(0.01, 0.05))
+    monkeypatch.setattr(tier_handle, "_REFUSED", Backoff(0.01, 0.05))
     store = MoodyStore()
     store.answer = answer
     tier = TierHandle(store)
@@ -177,7 +177,7 @@ def test_a_batch_that_is_larger_than_the_queue_is_written_whole_while_the_tier_t
 
 
 def test_a_tier_that_hangs_is_waited_for_once(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "_FIRST_SPACE_WAIT", 0.05)
+    monkeypatch.setattr(tier_handle, "_FIRST_SPACE_WAIT", 0.05)
     tier = TierHandle(held, settings=TieringSettings(store_buffer=4 * PAGE))
     assert later(tier, page_keys(6)) == [SetResult.STORED] * 4 + [SetResult.REJECTED] * 2
     tier.writes._space_wait = 3600.0
@@ -190,7 +190,7 @@ def test_a_tier_that_hangs_is_waited_for_once(held: HeldStore, monkeypatch: pyte
 
 
 def test_closing_ends_the_wait_for_space(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "_FIRST_SPACE_WAIT", 3600.0)
+    monkeypatch.setattr(tier_handle, "_FIRST_SPACE_WAIT", 3600.0)
     tier = TierHandle(held, settings=TieringSettings(store_buffer=2 * PAGE, drain=0.01))
     results: list[SetResult] = []
     writer = threading.Thread(target=lambda: results.extend(later(tier, page_keys(4))))
@@ -229,7 +229,7 @@ def test_a_page_that_the_tier_never_takes_is_not_in_the_way_of_others_and_is_dro
     later(tier, small)
     store.answer = None
     wait_until(lambda: store.count_leading(small) == 500)
-    for number in range(write_behind._MOST_REFUSALS):
+    for number in range(tier_handle._MOST_REFUSALS):
         later(tier, page_keys(1, f"more {number}"))
         wait_until(lambda number=number: store.contains(page_keys(1, f"more {number}")) == [True])
     assert tier.wait_until_written(30)
@@ -250,7 +250,7 @@ def test_a_page_that_is_not_worth_storing_is_offered_once() -> None:
 
 def test_pages_that_are_there_already_do_not_say_that_the_tier_takes_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """While writes pause, each batch has EXISTS for what another server wrote, and REJECTED for the rest."""
-    monkeypatch.setattr(write_behind, "_REFUSED", Backoff(0.01, 0.05))
+    monkeypatch.setattr(tier_handle, "_REFUSED", Backoff(0.01, 0.05))
     store = PausedStore()
     tier = TierHandle(store)
     shared, mine = page_keys(10, "shared"), page_keys(3, "mine")
@@ -269,7 +269,7 @@ def test_pages_that_are_there_already_do_not_say_that_the_tier_takes_others(monk
 
 
 def test_a_page_that_is_refused_for_long_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "_LONGEST_WAIT", 0.2)
+    monkeypatch.setattr(tier_handle, "_LONGEST_WAIT", 0.2)
     store = MoodyStore()
     store.answer = SetResult.REJECTED
     tier = TierHandle(store)

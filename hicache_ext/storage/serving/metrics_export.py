@@ -90,7 +90,7 @@ HELP = {
     "tenant_refused": "Pages that the write budget refused a tenant.",
     "queue_pages": "Pages waiting in a queue.",
     "queue_bytes": "Bytes waiting in a queue.",
-    "prefetch_buffer_bytes": "Bytes fetched ahead that nobody has read yet, and those being fetched.",
+    "prefetch_buffer_bytes": "Bytes fetched ahead, read or not, and those being fetched.",
     "pull_decision": "Prefixes in storage, by what was decided about them and why.",
     "pull_tokens": "Tokens of prefixes in storage, pulled or recomputed.",
     "pull_probe": "Measurements of tiers that the pull rule leaves out, by tier.",

@@ -8,7 +8,7 @@ itself. It waits for a page that is being fetched, so that no bytes travel twice
 SGLang tells a backend neither of an abort nor that a hit was below its threshold. So an announced page has a lifetime;
 a page that nobody has read by then is given to ``unread`` (it came too late for this request, and may serve the next
 from a nearer tier), dropped, and counted as wasted. close(), clear() and remove() drop at once. Waste is bounded by the
-buffer per lifetime.
+buffer per lifetime. A page that was read stays, too, for other requests that have found it, until its room is needed.
 """
 
 from __future__ import annotations
@@ -113,9 +113,6 @@ class Prefetcher:
         """Those that have memory, the longest ago first."""
         self._pages: dict[bytes, Staged] = {}
         """Where each key is that is ``live``."""
-        self._again: Counter[bytes] = Counter()
-        """How often keys that are planned or ``live`` were announced once more: so often they stay when they are
-        read."""
         self._being_read: list[set[bytes]] = []
         """Keys that foreground reads are reading from their tier."""
         self._sources = 1
@@ -170,9 +167,7 @@ class Prefetcher:
             asked = dict.fromkeys(keys[:_MOST_PLANNED])
             # Whichever tier they are to come from.
             planned = [asked.keys() & of_tier.keys() for of_tier in self._plans.values()]
-            known = (asked.keys() & self._pages.keys()).union(*planned)
-            self._again.update(known)
-            busy = known.union(*self._being_read)
+            busy = (asked.keys() & self._pages.keys()).union(*planned, *self._being_read)
             most = min(2 * settings.prefetch_buffer // size, _MOST_PLANNED // self._sources - len(plan))
             new = [key for key in asked if key not in busy][: max(0, most)]
             if new:
@@ -259,13 +254,8 @@ class Prefetcher:
             if useful := len(fetch.unread & keys):
                 _count(fetch.announced, "useful", useful)
             fetch.unread -= keys
-            here = keys & fetch.live
-            once_more = here & self._again.keys()
-            self._drop(fetch, here - once_more)
-            for key in once_more:
-                self._again[key] -= 1
-                if not self._again[key]:
-                    del self._again[key]
+            # What was read gives its room to others.
+            self._changed = True
             self._dropped()
 
     def close(self, longest: float = math.inf) -> None:
@@ -335,7 +325,6 @@ class Prefetcher:
             if self._held + wanted <= buffer:
                 break
             if not fetch.under_way:
-                # Pages that were read stay for other requests, and are dropped first.
                 self._drop(fetch, fetch.live - fetch.unread)
         # Of several tiers none may fill the buffer with fetches that do not end.
         share = buffer if self._sources < 2 else max(size, buffer // 2)
@@ -441,14 +430,12 @@ class Prefetcher:
     def _unplan(self, plan: dict[bytes, Announced], keys: AbstractSet[bytes]) -> None:
         for key in keys:
             del plan[key]
-            self._again.pop(key, None)
         self._changed = self._changed or bool(keys)
 
     def _drop(self, fetch: Fetch, keys: set[bytes]) -> None:
         """Forget live pages of a fetch, and their memory, unless it is under way."""
         for key in keys:
             del self._pages[key]
-            self._again.pop(key, None)
         if wasted := len(fetch.unread & keys):
             _count(fetch.announced, "wasted", wasted)
             fetch.unread = fetch.unread - keys

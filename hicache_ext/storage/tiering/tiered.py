@@ -2,8 +2,8 @@
 
 A read asks a far tier only for what the nearer ones lack. Pages that exists() has just found far out are read from
 there at once, beside the near tiers. Pages found behind ``promote_to`` are written to it in the background
-(write_behind.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
-``async`` are written in the background (write_behind.py). Reasons: docs/decisions/several-tiers.md.
+(tier_handle.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
+``async`` are written in the background (tier_handle.py). Reasons: docs/decisions/several-tiers.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from hicache_ext.storage.tiering import observers
 from hicache_ext.storage.tiering.background_work import Generations, IoPriority, of_identities
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
 from hicache_ext.storage.tiering.tier_use import TieringSettings
-from hicache_ext.storage.tiering.write_behind import PROMOTION_PATIENCE
 
 if TYPE_CHECKING:
     from hicache_ext.storage.tiering.prefetch import Announced, Prefetcher, Staged
@@ -61,7 +60,8 @@ _WORST_LAST = (
 )
 _REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
-"""Seconds for which pages that nobody has asked for yet wait for foreground reads and for earlier promotions."""
+"""Seconds for which a batch of promotions waits for foreground reads and prefetches, and pages that nobody has asked
+for yet for foreground reads and earlier promotions."""
 _CALLS_END = 60.0
 """Seconds that a reload waits for calls on tiers that it takes out."""
 _CLOSE_WAIT = 1.0
@@ -149,15 +149,7 @@ class TieredStore:
         self._closed = False
         self._leaving: list[TierHandle] = []
         self._arrangement = arrangement
-        self._prepare(arrangement)
         self._configure(arrangement)
-
-    def _prepare(self, arrangement: Arrangement) -> None:
-        """Make what the calls of this arrangement need."""
-        if arrangement.only_tier is None and self._prefetcher is None:
-            from hicache_ext.storage.tiering.prefetch import Prefetcher
-
-            self._prefetcher = Prefetcher(arrangement.settings, self._gate, self._metrics, unread=self._promote_unread)
 
     # -- which tiers -----------------------------------------------------------------------------------------------
 
@@ -171,7 +163,7 @@ class TieredStore:
         leaving = [tier for tier in self._arrangement.tiers if tier not in arrangement.tiers]
         new_tiers = [tier for tier in arrangement.tiers if id(tier) not in known]
         registered: set[bytes] = set()
-        self._prepare(arrangement)
+        self._configure(arrangement)
         while True:
             with self._changing:
                 if self._closed:
@@ -184,7 +176,6 @@ class TieredStore:
             # Outside the lock: SGLang's scheduler may be about to register more.
             _register(new_tiers, missing)
             registered |= missing.keys()
-        self._configure(arrangement)
         before.calls.shut_within(_CALLS_END)
         for tier in leaving:
             self.forget_what_was_fetched(tier)
@@ -194,11 +185,16 @@ class TieredStore:
         self._leaving = []
 
     def _configure(self, arrangement: Arrangement) -> None:
+        """Make what the calls of this arrangement need. Calls of another one may go on."""
         settings = arrangement.settings
+        if arrangement.only_tier is None and self._prefetcher is None:
+            from hicache_ext.storage.tiering.prefetch import Prefetcher
+
+            self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
         if self._prefetcher is not None:
             self._prefetcher.configure(settings, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
-            tier.before_promotion = lambda: self._gate.wait_until_idle(PROMOTION_PATIENCE)
+            tier.promotions.before_batch = lambda: self._gate.wait_until_idle(_PATIENCE)
             tier.configure(settings)
         for tier in arrangement.later:
             tier.writes.declare()
@@ -310,7 +306,7 @@ class TieredStore:
             # The leading run is known only now; nothing behind a gap is promoted.
             outer = [position for position, place in enumerate(places) if place >= arrangement.inner_tiers]
             if outer:
-                arrangement.promote_to.promotions.promote(batch, outer, still_wanted)
+                arrangement.promote_to.promotions.offer(batch, outer, still_wanted)
         return read.results
 
     def _read_known_places(self, read: _Read, positions: Sequence[int]) -> None:
@@ -362,7 +358,7 @@ class TieredStore:
         arrangement = self._arrangement
         target, outer = arrangement.promote_to, arrangement.retrieve[arrangement.inner_tiers :]
         if target is not None and announced.source in outer:
-            target.promotions.promote(batch, range(len(batch)), announced.still_wanted)
+            target.promotions.offer(batch, range(len(batch)), announced.still_wanted)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
@@ -525,13 +521,9 @@ class TieredStore:
                     results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
                     read.note(positions, number, results)
             leading = _leading_hits(read.results)
-            taken = target.promotions.promote(read.batch, list(range(leading)), still_wanted) if leading else 0
-        return Counter(
-            present=len(keys) - len(missing),
-            fetched=taken,
-            dropped=leading - taken,
-            absent=len(missing) - leading,
-        )
+            dropped = target.promotions.offer(read.batch, range(leading), still_wanted).count(SetResult.REJECTED)
+        present, absent = len(keys) - len(missing), len(missing) - leading
+        return Counter(present=present, fetched=leading - dropped, dropped=dropped, absent=absent)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._entered() as arrangement:

@@ -122,13 +122,13 @@ def test_one_bad_call_amid_the_slow_start_opens_again_and_probes_come_later(brea
         while not call(breaker, Outcome.SLOW if breaker.state is HALF_OPEN else Outcome.TIMEOUT):
             pass
         assert breaker.state is OPEN
-        intervals.append(breaker.probe_interval)
+        intervals.append(breaker._first_pause())
         breaker.recover()
     assert intervals == [1, 2, 4, 8, 16, LONGEST_PROBE_INTERVAL, LONGEST_PROBE_INTERVAL, LONGEST_PROBE_INTERVAL]
     clock.sleep(10)
     call(breaker, Outcome.GOOD)
     call(breaker, Outcome.TIMEOUT)
-    assert breaker.probe_interval == 1
+    assert breaker._first_pause() == 1
 
 
 def test_a_call_that_began_before_the_breaker_opened_says_nothing_about_the_tier_after_it(breaker: TierBreaker) -> None:
@@ -238,7 +238,7 @@ def test_closing_does_not_sit_out_a_slow_start() -> None:
     failing.active = False
     wait_until(lambda: store.breaker.state is HALF_OPEN)
     store.close()
-    assert not store.breaker.probing
+    assert not store.breaker._loop.running
 
 
 @pytest.mark.parametrize("result", [GetResult.ERROR, GetResult.TIMEOUT, GetResult.REJECTED])

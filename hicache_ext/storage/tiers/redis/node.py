@@ -110,7 +110,7 @@ class Node:
         metrics: TierMetrics,
         when_down: Callable[[], None],
     ) -> None:
-        """Down until it was reached for the first time: in the background from ``start`` on, or by ``attempt``."""
+        """Down until it was reached for the first time: in the background, from now on."""
         self.endpoint = endpoint
         self._tier = tier
         self._tls = tls
@@ -127,7 +127,7 @@ class Node:
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
         self._tried = threading.Event()
-        self._problem: BaseException | None = None
+        self._problem: BaseException = TimeoutError("no answer in time")
         self._breaker = Breaker(
             f"hicache-{metrics.tier}-node",
             self._reach,
@@ -135,6 +135,7 @@ class Node:
             on_change=self._changed,
             state=BreakerState.OPEN,
         )
+        self._breaker.begin_to_probe()
 
     @property
     def up(self) -> bool:
@@ -249,17 +250,10 @@ class Node:
         if self.writes.end():
             self._log.log(logging.INFO, "writes", "redis node %s takes writes again", self.endpoint)
 
-    def start(self) -> None:
-        """Try in the background to reach a node that is down."""
-        self._breaker.resume(at_once=True)
-
-    def attempt(self) -> BaseException | None:
-        """Try to reach the node within a second, on this thread; why not, or None."""
-        return None if self._breaker.probe_now() else self._problem
-
-    def wait_until_tried(self, seconds: float) -> None:
-        """Returns once a new node has been tried for the first time, or after ``seconds``."""
+    def tried_within(self, seconds: float) -> BaseException | None:
+        """Why the last attempt to reach the node was in vain, or None where it is up; the first one is waited for."""
         self._tried.wait(seconds)
+        return None if self.up else self._problem
 
     def close(self, seconds: float) -> None:
         """Waits so long for an attempt under way."""

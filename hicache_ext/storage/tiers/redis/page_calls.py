@@ -1,8 +1,8 @@
 """The commands on one connection to read, write, find and remove pages.
 
 Each function takes pages through ``PageCall`` and sets their ``result`` one by one, so that a connection that breaks in
-the middle leaves exactly the pages without a result to be asked for again. A page whose slot has moved gets a
-``redirect`` instead. What a healthy server needs, ``NativeCall`` does without the GIL.
+the middle leaves exactly the pages without a result to be asked for again. What a healthy server needs, ``NativeCall``
+does without the GIL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import hashlib
 import itertools
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -26,7 +25,6 @@ from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.bad_pages import Stored, Verdict
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
-from hicache_ext.storage.tiers.redis.config import Endpoint
 from hicache_ext.storage.tiers.redis.connection import (
     Connection,
     ErrorReply,
@@ -46,7 +44,10 @@ _LARGE_PIECE = 64 * 1024
 """Bytes of a page's part from which on it is sent by itself."""
 _MOST_PIPELINED = 256
 """Pages whose requests are sent before their replies are received."""
-_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (.*):([0-9]{1,5})", re.ASCII)
+REDIRECTS = {"MOVED": "moved", "ASK": "ask"}
+"""Errors of a node of a cluster whose slot another one has, and their names in the metrics."""
+ELSEWHERE = object()
+"""The result of a page whose node has said so, until the store makes another one of it."""
 
 _REMOVE_IF_SAME = b"""
 local length = redis.pcall('STRLEN', KEYS[1])
@@ -81,7 +82,6 @@ class PageCall:
         "key",
         "name",
         "reason",
-        "redirect",
         "result",
         "seen",
         "segments",
@@ -97,7 +97,6 @@ class PageCall:
         """GetResult, SetResult, or what was answered; None while it is not known."""
         self.reason = ""
         """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
-        self.redirect: tuple[str, int, Endpoint] | None = None
         self.seen = False
         """Whether a copy was seen that is not this page."""
 
@@ -226,7 +225,7 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
             break
     if refusal:
         for call in missing:
-            if call.result is None and call.redirect is None and call not in raced:
+            if call.result is None and call not in raced:
                 _refuse(call, refusal)
     return refusal, raced
 
@@ -358,7 +357,7 @@ def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> li
     for words in wanted:
         connection.send(command(*words))
         reply = connection.reader.answer()
-        if isinstance(reply, ErrorReply) and reply.code != "CLUSTERDOWN" and not _REDIRECT.fullmatch(reply.line):
+        if isinstance(reply, ErrorReply) and reply.code not in ("CLUSTERDOWN", *REDIRECTS):
             code = "unknown command" if reply.line.lower().startswith("err unknown command") else reply.code
             refused.append(RefusedError(code, words[0]))
     return refused
@@ -375,16 +374,9 @@ def _integer(reply: Reply) -> int:
 
 
 def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
-    found = _REDIRECT.fullmatch(error.line)
-    try:
-        # Without a host: that of the server that was asked.
-        named = None if found is None else Endpoint.named(found[3] or "-", found[4])
-    except ValueError:
-        named = None
-    if found is None or named is None:
-        return False
-    call.redirect = (found[1], int(found[2]), named._replace(host=found[3]))
-    return True
+    if error.code in REDIRECTS:
+        call.finish(ELSEWHERE, REDIRECTS[error.code])
+    return call.result is ELSEWHERE
 
 
 Talk = Callable[..., str | None]

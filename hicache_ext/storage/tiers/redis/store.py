@@ -57,6 +57,7 @@ from hicache_ext.storage.tiers.redis.connection import (
 )
 from hicache_ext.storage.tiers.redis.node import Node, error_words
 from hicache_ext.storage.tiers.redis.page_calls import (
+    ELSEWHERE,
     REMOVES,
     WRITES,
     NativeCall,
@@ -74,12 +75,8 @@ from hicache_ext.storage.tiers.redis.topology import Topology, post_hint, read_h
 
 logger = logging.getLogger(__name__)
 
-_MOST_TRIES = 1 << 18
-"""Names; a cluster has 16,384 slots."""
-
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""
-_REDIRECTIONS = 3
 _SHARE = 256 * 1024
 """Bytes below which another connection does not pay."""
 _NATIVE_SHARE = 8 << 20
@@ -163,7 +160,8 @@ class RedisPageStore(TierStore):
         """Raises StoreSetupError where a server does not let its user do what serving does. Other refusals pass: a node
         that answers no reads is down until it does, and one that takes no writes is read."""
         for node in self._topology.nodes:
-            name = self._a_page_of(node)
+            # Of any slot: a node says what its user may not do before it says whose the slot is.
+            name = self._page_name(os.urandom(KEY_LENGTH))
             try:
                 with node.aside(short_call(self._tier)) as connection:
                     refused = refused_commands(connection, name, writes=not self._tier.only_read)
@@ -181,12 +179,6 @@ class RedisPageStore(TierStore):
             passing = [one for one in refused if one.word not in WRITES]
             if passing:
                 node.mark_down(passing[0], self._unused_name(name))
-
-    def _a_page_of(self, node: Node) -> bytes:
-        """The name of a page that nobody has, on this node; on any where it has lost its slots meanwhile."""
-        names = (self._page_name(os.urandom(KEY_LENGTH)) for _ in range(_MOST_TRIES))
-        fitting = (name for name in names if not self._topology.is_cluster or self._topology.node_of(name) is node)
-        return next(fitting, self._page_name(os.urandom(KEY_LENGTH)))
 
     def _unused_name(self, like: bytes) -> bytes:
         """One that no page has: in a cluster in the slot of the page ``like``, by a hash tag."""
@@ -284,7 +276,7 @@ class RedisPageStore(TierStore):
                 talk(connection, [call])
         except (OSError, StoreError, ConfigError) as error:
             raise NotReadError(error_words(error)) from None
-        if call.redirect is not None:
+        if call.result is ELSEWHERE:
             raise NotReadError("redirected")
         return call.result
 
@@ -445,7 +437,7 @@ class RedisPageStore(TierStore):
         node = self._topology.node_of(self._page_name(key))
         return None if node is None else node.endpoint
 
-    # -- pages on their way: over nodes and connections, and sent on where a cluster has moved them -----------------
+    # -- pages on their way: over nodes and connections --------------------------------------------------------------
 
     def _run(
         self,
@@ -472,24 +464,21 @@ class RedisPageStore(TierStore):
                 call.finish(hidden)
             else:
                 waiting.setdefault(node, []).append(call)
-        for _ in range(1 + _REDIRECTIONS):
-            shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
-            self._threads.run(
-                len(shares),
-                lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks),  # noqa: B023
-            )
-            if not self._topology.is_cluster:
-                break
-            asked = [call for pages in waiting.values() for call in pages]
-            waiting = self._redirected(asked, deadline, failed, looks=looks)
-            if not waiting:
-                return
-        # Sent on without end, or by a server that was no cluster when it was last looked at.
-        left = [call for pages in waiting.values() for call in pages if call.result is None]
-        if left:
+        shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
+        self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks))
+        if not (elsewhere := [call for call in calls if call.result is ELSEWHERE]):
+            return
+        # Their slot is on its way to another node, or there: absent, and not written until the map names it.
+        kinds = _reasons(elsewhere)
+        self.metrics.add_many("redirect", kinds)
+        if kinds["moved"]:
             self._topology.refresh_soon()
-        for call in left:
-            call.finish(failed, "redirected")
+        absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
+        for call in elsewhere:
+            if self._topology.is_cluster:
+                call.finish(absent, "" if looks else "moving")
+            else:
+                call.finish(failed, "redirected")
 
     def _move(
         self,
@@ -564,7 +553,7 @@ class RedisPageStore(TierStore):
         reason, writes = "connection", results is SetResult
         lane = node.requests if results is None else node.pages
         for attempt in range(_ATTEMPTS):
-            waiting = [call for call in calls if call.result is None and call.redirect is None]
+            waiting = [call for call in calls if call.result is None]
             if not waiting:
                 return
             if time.monotonic() >= deadline:
@@ -600,7 +589,7 @@ class RedisPageStore(TierStore):
                 if writes and reason not in _OF_SLOTS:
                     node.refused_write(reason)
                 elif looks and reason not in _OF_SLOTS:
-                    name = next(call.name for call in waiting if call.redirect is None)
+                    name = next(call.name for call in waiting if call.result is not ELSEWHERE)
                     node.mark_down(error, self._unused_name(name))
                 break
             except ProtocolError as error:
@@ -612,36 +601,6 @@ class RedisPageStore(TierStore):
                 logger.debug("tier %s: %s: %s", self.name, node.endpoint, error)
             self.metrics.add("connection", "lost")
         _finish(calls, failed, reason)
-
-    def _redirected(
-        self, calls: list[PageCall], deadline: float, failed: Any, *, looks: bool
-    ) -> dict[Node, list[PageCall]]:
-        """The calls that another node was named for, by that node; ``failed`` where too many strangers were named.
-
-        A page whose slot is on its way to another node, which may have it, is absent and not written meanwhile.
-        """
-        waiting: dict[Node, list[PageCall]] = {}
-        for call in calls:
-            if call.redirect is None:
-                continue
-            kind, slot, endpoint = call.redirect
-            call.redirect = None
-            self.metrics.add("redirect", kind.lower())
-            if kind == "ASK":
-                absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
-                call.finish(absent, "" if looks else "moving")
-                continue
-            known = self._topology.node_of(call.name)
-            if not endpoint.host and known is not None:
-                # "The same host as the one that was asked."
-                endpoint = endpoint._replace(host=known.endpoint.host)
-            node = self._topology.redirected(slot, endpoint)
-            if node is None:
-                call.finish(failed, "redirected")
-                continue
-            node.wait_until_tried(min(short_call(self._tier), max(0.0, deadline - time.monotonic())))
-            waiting.setdefault(node, []).append(call)
-        return waiting
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -700,5 +659,5 @@ def _in_turns(of_nodes: Iterable[tuple[Node, Any, int]]) -> list[tuple[Node, Any
 
 def _finish(calls: Sequence[PageCall], result: Any, reason: str) -> None:
     for call in calls:
-        if call.result is None and call.redirect is None:
+        if call.result is None:
             call.finish(result, reason)

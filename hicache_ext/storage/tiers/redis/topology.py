@@ -59,15 +59,13 @@ SLOTS = 16384
 
 MOST_NODES = 2000
 """That a map may name: Redis advises 1,000 at most, Valkey 2,000."""
-MOST_STRANGERS = 16
-"""Nodes outside the map that redirections may name until the map is looked at again."""
 
 _REFRESH_INTERVAL = 30.0
 """Seconds between two reads of the map when nothing seems wrong."""
 _SENTINEL_INTERVAL = 5.0
 """The same where Sentinels are asked: an old primary may go on answering for a while."""
 _REFRESH_PAUSE = 0.5
-"""Fewest seconds between two reads, however many calls were redirected."""
+"""Fewest seconds between two reads, however many pages have moved."""
 _NAMES_INTERVAL = 30.0
 """Seconds between two look-ups of the nodes' names."""
 _AT_ONCE = 16
@@ -99,12 +97,10 @@ class Topology:
         self._tier = tier
         self._tls = tls
         self._metrics = metrics
-        self._lock = threading.Lock()
         self._nodes: dict[Endpoint, Node] = {}
-        self._mapped = 0
-        """How many of them the map named."""
-        self._slots: list[Node | None] | None = None
-        self._single: Node | None = None
+        """Changed by the keeper alone."""
+        self._slots: list[Node | None] = [None]
+        """The node of each slot; of a server that is no cluster, of all keys."""
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._first_look: BaseException | None = None
@@ -133,36 +129,21 @@ class Topology:
 
     @property
     def is_cluster(self) -> bool:
-        return self._slots is not None
+        return len(self._slots) > 1
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes that hold pages."""
-        if self._slots is None:
-            return [] if self._single is None else [self._single]
         return list({id(node): node for node in self._slots if node is not None}.values())
 
     def node_of(self, redis_key: bytes) -> Node | None:
         """The node that holds a key; None when the cluster has none for it. Keys of ours have no hash tag."""
-        if self._slots is None:
-            return self._single
-        return self._slots[slot_of(redis_key)]
+        slots = self._slots
+        return slots[slot_of(redis_key) if len(slots) > 1 else 0]
 
     def slots_without_node(self) -> int:
-        """Slots of the cluster whose pages are misses."""
-        return 0 if self._slots is None else sum(node is None for node in self._slots)
-
-    def redirected(self, slot: int, endpoint: Endpoint) -> Node | None:
-        """A node said that ``slot`` is at ``endpoint``: use that from now on, and look at the whole map soon. None
-        where redirections have named too many nodes that the map does not: each costs a thread and connections."""
-        with self._lock:
-            too_many = endpoint not in self._nodes and len(self._nodes) >= self._mapped + MOST_STRANGERS
-        node = None if too_many else self._node(endpoint)
-        with self._lock:
-            if node is not None and self._slots is not None and 0 <= slot < SLOTS:
-                self._slots[slot] = node
-        self.refresh_soon()
-        return node
+        """Slots whose pages are misses."""
+        return self._slots.count(None)
 
     def refresh_soon(self) -> None:
         self._refresh_wanted = True
@@ -172,8 +153,7 @@ class Topology:
         """What is under way is waited for, unless a name server keeps it for very long."""
         deadline = time.monotonic() + _LONGEST_FAREWELL
         self._keeper.stop(_LONGEST_FAREWELL)
-        with self._lock:
-            nodes = list(self._nodes.values())
+        nodes = list(self._nodes.values())
         for node in nodes:
             node.close(0)
         for node in nodes:
@@ -182,12 +162,9 @@ class Topology:
 
     def _node(self, endpoint: Endpoint) -> Node:
         """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
-        with self._lock:
-            node = self._nodes.get(endpoint)
-            if node is None:
-                node = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
-                self._nodes[endpoint] = node
-                node.start()
+        node = self._nodes.get(endpoint)
+        if node is None:
+            node = self._nodes[endpoint] = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
         return node
 
     # -- the keeper ------------------------------------------------------------------------------------------------
@@ -200,8 +177,7 @@ class Topology:
         self._last_look = time.monotonic()
         self._look()
         if time.monotonic() >= self._names_at:
-            with self._lock:
-                up = [node for node in self._nodes.values() if node.up]
+            up = [node for node in self._nodes.values() if node.up]
             self._side_by_side(Node.follow_name, up)
             self._names_at = time.monotonic() + _NAMES_INTERVAL
         return self._pause()
@@ -235,8 +211,7 @@ class Topology:
             return self._learn_from_sentinels()
         problem: BaseException | None = None
         best: _Map | None = None
-        with self._lock:
-            known = sorted(self._nodes.values(), key=lambda node: not node.up)
+        known = sorted(self._nodes.values(), key=lambda node: not node.up)
         endpoints = list(dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]))
         # The first one mostly knows; of nodes that are dead each costs a second.
         portions = [endpoints[:1], *(endpoints[at : at + _AT_ONCE] for at in range(1, len(endpoints), _AT_ONCE))]
@@ -249,7 +224,7 @@ class Topology:
                 if isinstance(answer, BaseException):
                     problem = problem or _in_words(answer)
                 elif answer is None:
-                    if self._slots is None:
+                    if not self.is_cluster:
                         return self._use_single(endpoint)
                     problem = problem or ConnectionError(f"{endpoint} is in no cluster any more")
                 # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
@@ -273,13 +248,8 @@ class Topology:
 
     def _keep_only(self, kept: Collection[Endpoint]) -> None:
         """Close all other nodes."""
-        with self._lock:
-            gone = [node for endpoint, node in self._nodes.items() if endpoint not in kept]
-            for node in gone:
-                del self._nodes[node.endpoint]
-            self._mapped = len(self._nodes)
-        for node in gone:
-            node.close(0)
+        for endpoint in self._nodes.keys() - set(kept):
+            self._nodes.pop(endpoint).close(0)
 
     def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer | BaseException]:
         """What each answers, or why it does not. What takes long (a name server) is left to itself, and not asked again
@@ -354,24 +324,19 @@ class Topology:
 
     def _use_single(self, endpoint: Endpoint) -> BaseException | None:
         node = self._node(endpoint)
-        if not node.up:
-            (problem,) = self._side_by_side(Node.attempt, [node])
-            if problem is not None:
-                return problem
-        self._single = node
-        return None
+        if (problem := node.tried_within(_ROUND * short_call(self._tier))) is None:
+            self._slots = [node]
+        return problem
 
     def _use_cluster(self, named: _Map) -> BaseException | None:
         if self._tier.database:
             raise StoreSetupError(self._name, "a redis cluster has only database 0", ["leave database out"])
         nodes = {endpoint: self._node(endpoint) for endpoint in set(named) if endpoint is not None}
-        with self._lock:
-            self._slots = [None if endpoint is None else nodes[endpoint] for endpoint in named]
+        self._slots = [None if endpoint is None else nodes[endpoint] for endpoint in named]
         self._keep_only({node.endpoint for node in self.nodes})
-        down = [node for node in self.nodes if not node.up and not self._keeper.stopping]
-        problems = self._side_by_side(Node.attempt, down)
-        up = any(node.up for node in self.nodes)
-        return None if up else next((p for p in problems if p is not None), ConnectionError("it has no slots"))
+        until = time.monotonic() + _ROUND * short_call(self._tier)
+        problems = [node.tried_within(max(0.0, until - time.monotonic())) for node in self.nodes]
+        return None if None in problems else next(iter(problems), ConnectionError("it has no slots"))
 
 
 def slot_of(redis_key: bytes) -> int:

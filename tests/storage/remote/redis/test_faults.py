@@ -654,8 +654,8 @@ def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(left, tmp_
             known[forgetful.port] = halves
 
 
-def test_slots_that_move_are_followed_once_they_are_there(cluster, open_store):
-    """ASK while a slot is on its way, and its pages that have left are absent; MOVED once it is there."""
+def test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node(cluster, open_store):
+    """ASK while a slot is on its way, and its pages that have left are absent; MOVED has the map looked at."""
     store = open_store(cluster.servers[0])
     keys = page_keys(60)
     store_pages(store, keys)
@@ -682,8 +682,13 @@ def test_slots_that_move_are_followed_once_they_are_there(cluster, open_store):
         slot = str(slot_of(RawValues.name(key)))
         for server in (target, source, cluster.servers[2]):
             server.command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+    results, _ = read_pages(store, keys)
+    assert set(results) == {GetResult.HIT, GetResult.MISS}
+    assert [key for key, result in zip(keys, results, strict=True) if result is GetResult.MISS] == moving
+    wait_until(lambda: store.contains(keys) == [True] * len(keys), "a look at the map", BOUND)
     assert_hits(store, keys)
     assert store.metrics.value("redirect", "moved") > 0
+    assert store.metrics.value("node", "down") == 0
     moved = store.metrics.value("redirect", "moved")
     time.sleep(1.0)
     assert_hits(store, keys)
