@@ -504,6 +504,7 @@ FORMER = {
     "test_memory_that_the_library_knew_is_registered_again_with_a_new_client": (
         "a pool that is not reached at the start is opened later (late_open.py), with all its memory"
     ),
+    "test_the_core_finds_the_pages_and_addresses_that_numpy_finds": "-> test_the_core_finds_the_pages_that_numpy_finds",
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""
 

@@ -100,24 +100,3 @@ WIDE PUBLIC int64_t hicache_number_pages(const struct number_pages *call)
     }
     return sound;
 }
-
-struct address_pages {
-    const int64_t *numbers;
-    int64_t number_count;
-    const int64_t *starts; /* Where the runs of page 0 begin. */
-    const int64_t *strides;
-    int64_t run_count;
-    int64_t *addresses; /* Receives where each run of each page begins. */
-};
-
-WIDE PUBLIC int64_t hicache_address_pages(const struct address_pages *call)
-{
-    const int64_t *restrict starts = call->starts, *restrict strides = call->strides, runs = call->run_count;
-    for (int64_t page = 0; page < call->number_count; page++) {
-        const int64_t number = call->numbers[page];
-        int64_t *restrict addresses = call->addresses + page * runs;
-        for (int64_t run = 0; run < runs; run++)
-            addresses[run] = starts[run] + number * strides[run];
-    }
-    return 0;
-}

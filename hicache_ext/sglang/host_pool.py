@@ -59,11 +59,6 @@ class _NumberPages(native.Arguments):
     _fields_ = native.words("indices page_size page_count numbers number_count")
 
 
-class _AddressPages(native.Arguments):
-    function = "hicache_address_pages"
-    _fields_ = native.words("numbers number_count starts strides run_count addresses")
-
-
 class PoolPages:
     """The pages of one host pool by number, and what they are. Thread-safe.
 
@@ -175,13 +170,7 @@ class HostPages(PoolPages):
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
-        starts, strides = self._starts[part], self._strides[part]
-        if core := native.core():
-            pages = np.empty((len(page_numbers), len(starts)), np.int64)
-            of_runs = address(starts), address(strides), len(starts)
-            core(_AddressPages(address(page_numbers), len(page_numbers), *of_runs, address(pages)))
-        else:
-            pages = starts + page_numbers[:, None] * strides
+        pages = self._starts[part] + page_numbers[:, None] * self._strides[part]
         addresses = Addresses(pages, self._sizes[part], self.part_sizes[part])
         return PageMemory(addresses, lambda: self.buffers_of(page_numbers.tolist(), part))
 
