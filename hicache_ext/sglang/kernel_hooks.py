@@ -22,7 +22,6 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -163,16 +162,6 @@ def stack_of(pool: Any) -> LayerStack:
     return _bound(pool).stack
 
 
-@dataclass(slots=True)
-class _Load:
-    """A load under way. It holds its index tensors, so that no other tensors can take their identity."""
-
-    host_indices: torch.Tensor
-    device_indices: torch.Tensor
-    submission: Submission
-    submitted: set[int] = field(default_factory=set)
-
-
 class _Binding:
     """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
 
@@ -185,7 +174,8 @@ class _Binding:
         self.stack = LayerStack.of(layers, layout=pool.layout, registrations=registrations)
         self._layer_of = {layer_id: layer for layer, layer_id in enumerate(host_layers)}
         self._buffers = _buffers(pool)
-        self._loads: list[_Load] = []
+        self._loads: list[tuple[torch.Tensor, torch.Tensor, Submission]] = []
+        """With their index tensors, so that no other tensors can take the identity of these."""
 
     def fits(self, pool: Any) -> bool:
         """Whether the pool still has the buffers that this was made from."""
@@ -198,21 +188,12 @@ class _Binding:
         between, sometimes with tensors of their own.
         """
         layer = self._layer_of[layer_id]
-        known = [
-            load
-            for load in self._loads
-            if load.host_indices is host_indices
-            and load.device_indices is device_indices
-            and layer not in load.submitted
-        ]
-        if known:
-            load = known[0]
-        else:
-            submission = self.begin(pool, Direction.LOAD, host_indices, device_indices)
-            load = _Load(host_indices, device_indices, submission)
-            self._loads = [load, *self._loads[: _LOADS_UNDER_WAY - 1]]
-        load.submitted.add(layer)
-        return load.submission.submit(layer)
+        for host, device, submission in self._loads:
+            if host is host_indices and device is device_indices and layer not in submission.submitted:
+                return submission.submit(layer)
+        submission = self.begin(pool, Direction.LOAD, host_indices, device_indices)
+        self._loads = [(host_indices, device_indices, submission), *self._loads[: _LOADS_UNDER_WAY - 1]]
+        return submission.submit(layer)
 
     def begin(
         self, pool: Any, direction: Direction, host_indices: torch.Tensor, device_indices: torch.Tensor
