@@ -328,7 +328,6 @@ external linker
     update_producer complete fail finish reset
   mem_cache.hicache_storage.HiCacheStorageConfig: is_storage_writer
   mem_cache.pool_host.base: host_memory_budget_scope
-  mem_cache.pool_host.base.HostKVCache: size_per_token
   mem_cache.pool_host.group.HostPoolGroup: entries
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController
     device transfer_layer_id_max l2_transfer_engine move_hybrid_indices _move_write_operation _l2_transfers

@@ -20,7 +20,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.linking.staging import Pages, Portion, Staging
-from hicache_ext.sglang.served_pools import BoundPool
+from hicache_ext.sglang.served_pools import KV, BoundPool
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Offload:
     pages: list[Pages]
     pools: dict[str, BoundPool]
     events: Sequence[Any]
-    cost: int
+    pages_of_kv: int
     generation: int
     begun: float = field(default_factory=time.monotonic)
     left: int = 1
@@ -49,7 +49,6 @@ class Offloads:
 
     def __init__(self, staging: Staging, metrics: TierMetrics, writer: HiCacheExtBackend) -> None:
         self._staging, self._metrics, self._writer = staging, metrics, writer
-        self._room = sum(self._bytes_of_page(source) * staging.most_pages(source) for source in staging.pools_on)
         self._log = LimitedLog(logger)
         self._lock = threading.Lock()
         self._moved_on = threading.Condition(self._lock)
@@ -70,13 +69,13 @@ class Offloads:
     def has_room(self, pages: Sequence[Pages]) -> bool:
         """Whether these pages may be handed over now; alike on all ranks. Something always may when nothing is."""
         with self._lock:
-            taken = sum(job.cost for job in self._handed_over)
-            return not self._handed_over or taken + self._cost(pages) <= self._room
+            taken = sum(job.pages_of_kv for job in self._handed_over)
+            return not self._handed_over or taken + _pages_of_kv(pages) <= self._staging.most_pages(KV)
 
     def offload(self, pages: Sequence[Pages], pools: dict[str, BoundPool] | None, events: Sequence[Any]) -> None:
         """Take over pages; ``pools`` are those that this rank writes. None: they cannot be stored, and count as failed
         once it is their turn."""
-        job = _Offload(list(pages) if pools else [], pools or {}, events, self._cost(pages), self._generation)
+        job = _Offload(list(pages) if pools else [], pools or {}, events, _pages_of_kv(pages), self._generation)
         job.good = pools is not None
         wanted = bool(job.pages) and not self._closed
         with self._lock:
@@ -213,10 +212,7 @@ class Offloads:
                 self._under_way -= 1
                 self._moved_on.notify_all()
 
-    def _cost(self, pages: Sequence[Pages]) -> int:
-        """What pages count against the room, equal on all ranks."""
-        return sum(self._bytes_of_page(some.source) * len(some.keys) for some in pages)
 
-    def _bytes_of_page(self, source: str) -> int:
-        pools = [self._staging.host_pools[name] for name in self._staging.pools_on[source]]
-        return sum(int(pool.size_per_token) for pool in pools) * self._staging.page_sizes[source]
+def _pages_of_kv(pages: Sequence[Pages]) -> int:
+    """What pages count against the room, equal on all ranks; what lies beside them waits for memory with them."""
+    return sum(len(some.keys) for some in pages if some.source == KV)
