@@ -35,17 +35,10 @@ from hicache_ext.sglang import releases
 
 logger = logging.getLogger(__name__)
 
-_Layouts = Mapping[str, tuple[str, ...]]  # I/O backend -> host layouts
-
 MHA = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 MLA = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
-_MHA_LAYOUTS: _Layouts = {
-    "kernel": ("layer_first", "page_first", "page_head"),
-    "direct": ("layer_first", "page_first_direct"),
-}
-_MLA_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first", "page_first_direct")}
-# SGLang backs layer-sharded MLA pools up layer by layer, which exists for fewer combinations.
-_MLA_SHARDED_BACKUP_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first",)}
+# The host layouts of each I/O backend.
+_LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("layer_first", "page_first_direct")}
 # Where SGLang notes what it registered with the driver, call by call.
 _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 
@@ -148,9 +141,11 @@ def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str
         return "pool_class"
     if kind == MLA and pool._is_dummy:
         return "no_buffer"
-    sharded = direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False)
-    of_mla = _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS
-    if pool.layout not in (of_mla if kind == MLA else _MHA_LAYOUTS).get(io_backend, ()):
+    refused = ["page_head"] if kind == MLA else []
+    if kind == MLA and direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False):
+        # SGLang backs these up layer by layer, which exists for fewer combinations.
+        refused.append("page_first_direct")
+    if pool.layout not in _LAYOUTS.get(io_backend, ()) or pool.layout in refused:
         return f"layout_{pool.layout}_{io_backend}"
     if kind == MHA and pool.head_dim != releases.pool_fact(pool, "v_head_dim"):
         return "asymmetric"
