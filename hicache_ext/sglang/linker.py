@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         self._params = params
         self._staging = Staging(params, set(components), settings.staging)
         self._closed = False
-        try:
+        with ExitStack() as undoing:
+            undoing.callback(self._staging.destroy)
             from sglang.srt.runtime_context import get_serving
 
             # What SGLang would give a storage backend: model, ranks, and the configuration.
@@ -89,10 +91,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             ranks = self._staging.controller._generate_storage_config(model, dict(document))
             with configuration_given_as(None if file is None else f"@{file}"):
                 self._backend = HiCacheExtBackend(ranks, {})
-        except BaseException:
-            self._staging.destroy()
-            raise
-        try:
+            undoing.callback(self._backend.close)
             self._register_pools()
             self._writer = bool(ranks.is_storage_writer)
             self.pools = {entry.name: entry.host_pool for entry in self._staging.group.entries}
@@ -114,10 +113,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._offloads = Offloads(*shared, self._backend)
             self._backend.export_also(self._metrics, self._set_levels)
             self._backend.declare_failures(guarded_calls(type(self)))
-        except BaseException:
-            self._backend.close()
-            self._staging.destroy()
-            raise
+            undoing.pop_all()
         logger.info(
             "hicache_ext: external linker of SGLang %s, pools %s, %d layers, %d MiB of staging memory",
             installed_release(),
