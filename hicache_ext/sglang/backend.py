@@ -57,10 +57,7 @@ class HiCacheExtBackend(BackendLifecycle):
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         if self.served.closed or not keys:
             return 0
-        if self.served.unavailable:
-            self._store.count_absent(len(keys))
-            return 0
-        pool = self.served.bound.get(KV)
+        pool = self.served.usable(KV)
         if pool is None or pool.pages is None:
             self._store.count_absent(len(keys))
             return 0
@@ -271,15 +268,6 @@ class HiCacheExtBackend(BackendLifecycle):
         """Which pages of a pool need not be written again [pd writer]."""
         pool = self.served.usable(name)
         return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
-
-    @answering(lambda *_, **__: 0)
-    def stored_leading(self, keys: list[str], name: str = KV) -> int:
-        """Leading pages of which a prefill node finds every part in the pool [pd writer]."""
-        pool = self.served.usable(name)
-        if pool is None:
-            return 0
-        of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)
 
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str = KV) -> list[SetResult]:

@@ -7,7 +7,6 @@ missed costs a read from the pool when the next turn arrives. Reasons: docs/deci
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from hicache_ext.errors import NoBoardError
@@ -16,26 +15,23 @@ from hicache_ext.storage.contract.store import PageStore
 
 AT_ONCE = 64
 """Most hints returned by one read; the rest come with the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoardLimits:
-    """``keep``: hints on the board; ``longest``: bytes of one; ``lifetime``: seconds until a hint is stale."""
-
-    keep: int
-    longest: int
-    lifetime: float
+KEPT = 256
+"""Hints on a board; the oldest go first."""
+LONGEST = 65_572
+"""Bytes of a hint: 2,048 pages from the first one of a conversation on (serving/hints.py)."""
+LIFETIME = 60.0
+"""Seconds after which a hint is ignored; the nodes' clocks must agree better than this."""
 
 
 @runtime_checkable
 class HintBoard(Protocol):
     """Calls may take as long as a call of the store, and raise StoreError or OSError. Any thread."""
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
-        """Add a hint, and remove the oldest beyond ``limits.keep``."""
+    def post_hint(self, hint: bytes) -> None:
+        """Add a hint, and remove the oldest beyond ``KEPT``."""
         ...
 
-    def read_hints(self, since: Any, limits: BoardLimits) -> tuple[Any, list[bytes]]:
+    def read_hints(self, since: Any) -> tuple[Any, list[bytes]]:
         """Hints added after ``since``, oldest first, at most ``AT_ONCE``; and the ``since`` of the next call.
 
         With ``since=None`` there are none: hints from before the first read are stale. Too long ones are left out.

@@ -19,13 +19,13 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard
+from hicache_ext.storage.contract import hint_board
+from hicache_ext.storage.contract.hint_board import HintBoard
 
 logger = logging.getLogger(__name__)
 
@@ -34,38 +34,30 @@ _HEAD = struct.Struct("<8s16sQI")
 _HASH_LENGTH = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """The first pages of a conversation are in the pool."""
+def encode(scope: bytes, written: float, page_hashes: Sequence[bytes]) -> bytes:
+    """Return the hint that these first pages of a conversation are in the pool.
 
-    scope: bytes
-    """Model and page size: ``hint_scope`` of the sending backend."""
-    written: float
-    """Seconds since 1970, by the writer's clock."""
-    page_hashes: tuple[bytes, ...]
+    ``scope`` tells model and page size (sglang/announcements.py); ``written``: seconds since 1970, by the writer's
+    clock.
+    """
+    return _HEAD.pack(_MAGIC, scope, int(written * 1000), len(page_hashes)) + b"".join(page_hashes)
 
 
-def encode(hint: Hint) -> bytes:
-    head = _HEAD.pack(_MAGIC, hint.scope, int(hint.written * 1000), len(hint.page_hashes))
-    return head + b"".join(hint.page_hashes)
-
-
-def decode(data: bytes, most_pages: int) -> Hint | None:
-    """None for whatever is not exactly a hint of at most ``most_pages`` pages."""
+def decode(data: bytes, most_pages: int) -> tuple[bytes, float, list[bytes]] | None:
+    """Return what was encoded; None for whatever is not exactly a hint of at most ``most_pages`` pages."""
     if len(data) < _HEAD.size:
         return None
     magic, scope, milliseconds, pages = _HEAD.unpack_from(data)
     if magic != _MAGIC or not 0 < pages <= most_pages or len(data) != _HEAD.size + pages * _HASH_LENGTH:
         return None
-    hashes = (data[first : first + _HASH_LENGTH] for first in range(_HEAD.size, len(data), _HASH_LENGTH))
-    return Hint(scope, milliseconds / 1000, tuple(hashes))
+    hashes = [data[first : first + _HASH_LENGTH] for first in range(_HEAD.size, len(data), _HASH_LENGTH)]
+    return scope, milliseconds / 1000, hashes
 
 
-def longest(most_pages: int) -> int:
-    """Bytes of a hint of ``most_pages`` pages."""
-    return _HEAD.size + most_pages * _HASH_LENGTH
-
-
+_MOST_PAGES = (hint_board.LONGEST - _HEAD.size) // _HASH_LENGTH
+"""That one hint names, from the first one of the conversation on."""
+_INTERVAL = 0.5
+"""Seconds between two looks of a prefill node for hints."""
 _WAITING = 64
 """Hints queued for a slow board; beyond that the oldest is dropped."""
 _PAGES_AWAITED = 10.0
@@ -87,16 +79,12 @@ class HintSender:
         self,
         board: Board,
         scope: Callable[[], bytes],
-        limits: BoardLimits,
-        most_pages: int,
         metrics: TierMetrics,
-        in_pool: Callable[[Sequence[bytes]], int] = len,
+        in_pool: Callable[[Sequence[str]], int] = len,
     ) -> None:
         """``in_pool``: how many of these pages, from the first on, another node finds."""
         self._board = board
         self._scope = scope
-        self._limits = limits
-        self._most_pages = most_pages
         self._metrics = metrics
         self._in_pool = in_pool
         self._waiting: deque[tuple[float, Sequence[str]]] = deque(maxlen=_WAITING)
@@ -118,7 +106,7 @@ class HintSender:
         while self._waiting and not self._loop.stopping:
             announced, page_hashes = self._waiting.popleft()
             try:
-                chosen = tuple(page_hash_bytes(page_hash) for page_hash in page_hashes[: self._most_pages])
+                chosen = page_hashes[:_MOST_PAGES]
                 present = self._in_pool(chosen)
                 if present < len(chosen) and time.monotonic() - announced < _PAGES_AWAITED:
                     # On their way: a tier that is written in the background.
@@ -130,13 +118,13 @@ class HintSender:
                 self._log.log(logging.WARNING, "send", "hicache_ext: a hint was not sent: %s", error)
         return math.inf
 
-    def _send(self, chosen: tuple[bytes, ...], announced: int) -> None:
+    def _send(self, chosen: Sequence[str], announced: int) -> None:
         if not chosen:
             self._metrics.add("hint", "absent")
             return
-        if announced > self._most_pages:
+        if announced > _MOST_PAGES:
             self._metrics.add("hint", "too_long")
-        self._board().post_hint(encode(Hint(self._scope(), time.time(), chosen)), self._limits)
+        self._board().post_hint(encode(self._scope(), time.time(), list(map(page_hash_bytes, chosen))))
         self._metrics.add("hint", "sent")
 
 
@@ -152,22 +140,16 @@ class HintReceiver:
         board: Board,
         bring_inward: Callable[[Sequence[bytes]], Mapping[str, int]],
         scope: Callable[[], bytes | None],
-        limits: BoardLimits,
-        most_pages: int,
-        interval: float,
     ) -> None:
         self._board = board
         self._bring_inward = bring_inward
         self._scope = scope
-        self._limits = limits
-        self._most_pages = most_pages
-        self._interval = interval
         self.metrics = TierMetrics("hints", prefix="hints_")
         self._failures = LimitedLog(logger, 60.0)
         self._since: frozenset[str] | None = None
         """What was on the board the last time."""
         self._loop = BackgroundLoop("hicache-ext-hints", self._look)
-        self._loop.wake(interval)
+        self._loop.wake(_INTERVAL)
 
     def close(self, timeout: float) -> None:
         """End the thread, unless a store holds it for longer than ``timeout``."""
@@ -175,11 +157,11 @@ class HintReceiver:
 
     def _look(self) -> float:
         try:
-            self._since, hints = self._board().read_hints(self._since, self._limits)
+            self._since, hints = self._board().read_hints(self._since)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, it may be back the next time
             logger.debug("hicache_ext: no hints: %s", error)
             self.metrics.add("board", "failed")
-            return self._interval
+            return _INTERVAL
         for hint in hints:
             if self._loop.stopping:
                 break
@@ -188,16 +170,18 @@ class HintReceiver:
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
                 self.metrics.add("hint", "failed")
                 self._failures.log(logging.ERROR, "follow", "hicache_ext: following a hint", exc_info=error)
-        return self._interval
+        return _INTERVAL
 
     def _take(self, data: bytes) -> None:
-        hint = decode(data, self._most_pages)
+        hint = decode(data, _MOST_PAGES)
         if hint is None:
             self.metrics.add("hint", "malformed")
-        elif hint.scope != self._scope():
+            return
+        scope, written, page_hashes = hint
+        if scope != self._scope():
             self.metrics.add("hint", "other_model")
-        elif abs(time.time() - hint.written) > self._limits.lifetime:
+        elif abs(time.time() - written) > hint_board.LIFETIME:
             self.metrics.add("hint", "stale")
         else:
             self.metrics.add("hint", "received")
-            self.metrics.add_many("page", self._bring_inward(hint.page_hashes))
+            self.metrics.add_many("page", self._bring_inward(page_hashes))

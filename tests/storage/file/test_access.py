@@ -25,7 +25,6 @@ from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.access import Access
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import hints
@@ -58,7 +57,7 @@ def used(paths: Path | list[Path], layout: str, **tier: Any) -> None:
     store_pages(store, page_keys(40))
     for path in paths if isinstance(paths, list) else [paths]:
         add_pin(path, "prompt", [bytes(32)], None)
-        hints.post_hint(path, b"hint", BoardLimits(longest=100, keep=10, lifetime=60.0))
+        hints.post_hint(path, b"hint")
     store.clear([page_keys(1, identity=bytes(16))[0][:16]])
     store.close()
     opened(paths, layout, ttl="1d", **tier).close()

@@ -18,11 +18,12 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import NoBoardError, StoreError
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.hint_board import BoardLimits, HintBoard, board_among
+from hicache_ext.storage.contract import hint_board
+from hicache_ext.storage.contract.hint_board import HintBoard, board_among
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import DelegatingStore
-from hicache_ext.storage.serving import hints as sender_module
-from hicache_ext.storage.serving.hints import Hint, HintReceiver, HintSender, decode, encode, longest
+from hicache_ext.storage.serving import hints as hints_module
+from hicache_ext.storage.serving.hints import HintReceiver, HintSender, decode, encode
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -30,9 +31,19 @@ from hicache_ext.testing.conformance.pages import assert_hits, page_keys, store_
 from tests.rigs.redis_servers import RedisServer, redis_program
 from tests.waiting import wait_until
 
-LIMITS = BoardLimits(keep=5, longest=100, lifetime=60)
 SCOPE = b"s" * 16
 HASHES = [f"{number:064x}" for number in range(1, 8)]
+
+
+@pytest.fixture
+def small_boards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hint_board, "KEPT", 5)
+    monkeypatch.setattr(hint_board, "LONGEST", 100)
+
+
+@pytest.fixture
+def short_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints_module, "_MOST_PAGES", 5)
 
 
 class MemoryBoard:
@@ -42,12 +53,12 @@ class MemoryBoard:
         self.looked_at = threading.Event()
         """Somebody has looked for the first time: what is left from now on is new to them."""
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+    def post_hint(self, hint: bytes) -> None:
         if self.trouble is not None:
             raise self.trouble
         self.hints.append(hint)
 
-    def read_hints(self, since: int | None, limits: BoardLimits) -> tuple[int, list[bytes]]:
+    def read_hints(self, since: int | None) -> tuple[int, list[bytes]]:
         if self.trouble is not None:
             raise self.trouble
         seen = len(self.hints)
@@ -89,30 +100,31 @@ def boards(tier: Any) -> Iterator[list[HintBoard]]:
 
 def test_what_one_node_leaves_another_finds_once_and_in_order(boards: list[HintBoard]) -> None:
     writer, reader = boards
-    writer.post_hint(b"before anybody looked", LIMITS)
-    since, hints = reader.read_hints(None, LIMITS)
+    writer.post_hint(b"before anybody looked")
+    since, hints = reader.read_hints(None)
     assert hints == []
-    assert reader.read_hints(since, LIMITS)[1] == []
+    assert reader.read_hints(since)[1] == []
     for number in range(3):
-        writer.post_hint(b"hint %d" % number, LIMITS)
-    since, hints = reader.read_hints(since, LIMITS)
+        writer.post_hint(b"hint %d" % number)
+    since, hints = reader.read_hints(since)
     assert hints == [b"hint 0", b"hint 1", b"hint 2"]
-    writer.post_hint(b"hint 3", LIMITS)
-    since, hints = reader.read_hints(since, LIMITS)
+    writer.post_hint(b"hint 3")
+    since, hints = reader.read_hints(since)
     assert hints == [b"hint 3"]
-    assert reader.read_hints(since, LIMITS)[1] == []
+    assert reader.read_hints(since)[1] == []
 
 
+@pytest.mark.usefixtures("small_boards")
 def test_a_board_keeps_the_newest_and_leaves_out_what_is_too_long(boards: list[HintBoard]) -> None:
     writer, reader = boards
-    since, _ = reader.read_hints(None, LIMITS)
+    since, _ = reader.read_hints(None)
     for number in range(20):
-        writer.post_hint(b"hint %d" % number, LIMITS)
-    since, hints = reader.read_hints(since, LIMITS)
+        writer.post_hint(b"hint %d" % number)
+    since, hints = reader.read_hints(since)
     assert hints == [b"hint %d" % number for number in range(15, 20)]
-    writer.post_hint(b"x" * 101, LIMITS)
-    writer.post_hint(b"x" * 100, LIMITS)
-    assert reader.read_hints(since, LIMITS)[1] == [b"x" * 100]
+    writer.post_hint(b"x" * 101)
+    writer.post_hint(b"x" * 100)
+    assert reader.read_hints(since)[1] == [b"x" * 100]
 
 
 def test_strangers_files_on_a_directory_are_no_hints(tmp_path: Path) -> None:
@@ -121,15 +133,15 @@ def test_strangers_files_on_a_directory_are_no_hints(tmp_path: Path) -> None:
     )
     store = open_tier("pool", config.tiers["pool"])
     board = board_among([store], "pool")
-    since, _ = board.read_hints(None, LIMITS)
-    board.post_hint(b"ours", LIMITS)
+    since, _ = board.read_hints(None)
+    board.post_hint(b"ours")
     hints = tmp_path / "hints"
     (hints / "README").write_text("x")
     name = f"{time.time_ns():020d}-stranger"
     os.symlink("/etc/hostname", hints / f"{name}-1.hint")
     (hints / f"{name}-2.hint").mkdir()
     os.mkfifo(hints / f"{name}-3.hint")
-    assert board.read_hints(since, LIMITS)[1] == [b"ours"]
+    assert board.read_hints(since)[1] == [b"ours"]
     store.close()
 
 
@@ -141,9 +153,9 @@ def test_a_redis_that_is_gone_is_said_and_nothing_else(redis_server: RedisServer
         board = board_among([store], "pool")
         server.stop()
         with pytest.raises(StoreError):
-            board.post_hint(b"x", LIMITS)
+            board.post_hint(b"x")
         with pytest.raises(StoreError):
-            board.read_hints(None, LIMITS)
+            board.read_hints(None)
         store.close()
 
 
@@ -159,10 +171,9 @@ def test_a_store_without_a_board_is_named() -> None:
 
 @given(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=20))
 def test_a_hint_comes_back_as_it_was(page_hashes: list[bytes]) -> None:
-    hint = Hint(SCOPE, 1_700_000_000.125, tuple(page_hashes))
-    data = encode(hint)
-    assert decode(data, 20) == hint
-    assert len(data) <= longest(20)
+    data = encode(SCOPE, 1_700_000_000.125, page_hashes)
+    assert decode(data, 20) == (SCOPE, 1_700_000_000.125, page_hashes)
+    assert len(data) <= hint_board.LONGEST
     assert decode(data, len(page_hashes) - 1) is None
     assert decode(data[:-1], 20) is None
     assert decode(data + b"x", 20) is None
@@ -177,9 +188,10 @@ def test_anything_else_is_no_hint(data: bytes) -> None:
 # -- sending and following ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("short_hints")
 def test_a_sender_never_waits_and_counts_what_it_could_not_send() -> None:
     board, metrics = MemoryBoard(), TierMetrics("test")
-    sender = HintSender(lambda: board, lambda: SCOPE, LIMITS, 5, metrics)
+    sender = HintSender(lambda: board, lambda: SCOPE, metrics)
     board.trouble = StoreError("away")
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "failed") == 1)
@@ -189,31 +201,32 @@ def test_a_sender_never_waits_and_counts_what_it_could_not_send() -> None:
     assert metrics.value("hint", "too_long") == 2
     sent = decode(board.hints[0], 5)
     assert sent is not None
-    assert [page_hash.hex() for page_hash in sent.page_hashes] == HASHES[:5]
+    assert [page_hash.hex() for page_hash in sent[2]] == HASHES[:5]
     sender.close(5)
 
 
+@pytest.mark.usefixtures("short_hints")
 def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that is written in the background has taken them, and nobody else finds them yet."""
     board, metrics, present = MemoryBoard(), TierMetrics("test"), [0]
     looked: list[int] = []
 
-    def in_pool(hashes: Sequence[bytes]) -> int:
+    def in_pool(hashes: Sequence[str]) -> int:
         looked.append(len(hashes))
         return present[0]
 
-    sender = HintSender(lambda: board, lambda: SCOPE, LIMITS, 5, metrics, in_pool)
+    sender = HintSender(lambda: board, lambda: SCOPE, metrics, in_pool)
     sender.announce(HASHES)
     wait_until(lambda: len(looked) >= 2)
     assert not board.hints
     present[0] = 5
     wait_until(lambda: metrics.value("hint", "sent") == 1)
-    monkeypatch.setattr(sender_module, "_PAGES_AWAITED", 0.0)
+    monkeypatch.setattr(hints_module, "_PAGES_AWAITED", 0.0)
     present[0] = 2
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "sent") == 2)
     sent = decode(board.hints[1], 5)
-    assert sent is not None and len(sent.page_hashes) == 2
+    assert sent is not None and len(sent[2]) == 2
     present[0] = 0
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "absent") == 1)
@@ -221,7 +234,7 @@ def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.Monkey
 
 
 def receive(board: MemoryBoard, bring: Callable[[Sequence[bytes]], dict[str, int]]) -> HintReceiver:
-    return HintReceiver(lambda: board, bring, lambda: SCOPE, LIMITS, 10, 0.01)
+    return HintReceiver(lambda: board, bring, lambda: SCOPE)
 
 
 def test_a_receiver_follows_what_is_well_formed_fresh_and_of_its_model() -> None:
@@ -235,11 +248,11 @@ def test_a_receiver_follows_what_is_well_formed_fresh_and_of_its_model() -> None
     page_hashes = tuple(bytes.fromhex(page_hash) for page_hash in HASHES)
     board.hints += [
         b"nonsense",
-        encode(Hint(SCOPE, now, page_hashes * 2)),
-        encode(Hint(b"o" * 16, now, page_hashes)),
-        encode(Hint(SCOPE, now - 3600, page_hashes)),
-        encode(Hint(SCOPE, now + 3600, page_hashes)),
-        encode(Hint(SCOPE, now, page_hashes)),
+        encode(SCOPE, now, page_hashes * 293),
+        encode(b"o" * 16, now, page_hashes),
+        encode(SCOPE, now - 3600, page_hashes),
+        encode(SCOPE, now + 3600, page_hashes),
+        encode(SCOPE, now, page_hashes),
     ]
     wait_until(lambda: receiver.metrics.value("page", "fetched") == 7)
     assert receiver.metrics.value("hint", "received") == 1
@@ -260,7 +273,7 @@ def test_a_hint_whose_pages_cannot_be_had_does_not_end_the_receiver() -> None:
 
     receiver = receive(board, bring)
     assert board.looked_at.wait(60)
-    hint = encode(Hint(SCOPE, time.time(), (bytes(32),)))
+    hint = encode(SCOPE, time.time(), (bytes(32),))
     board.hints.append(hint)
     wait_until(lambda: receiver.metrics.value("hint", "failed") == 1)
     board.hints.append(hint)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from hicache_ext.runtime.access import make_directory, open_file
 from hicache_ext.runtime.whole_file import read_small
-from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
+from hicache_ext.storage.contract import hint_board
 
 _NAME = re.compile(r"[0-9]{20}-[A-Za-z0-9_.-]{1,200}\.(hint|new)")
 
 
-def post_hint(path: Path, hint: bytes, limits: BoardLimits) -> None:
+def post_hint(path: Path, hint: bytes) -> None:
     """Raises OSError."""
     directory = path / "hints"
     make_directory(directory)
@@ -34,20 +34,20 @@ def post_hint(path: Path, hint: bytes, limits: BoardLimits) -> None:
         raise
     names = _names(directory)
     # What a writer that was killed has left behind goes with the hints of its time.
-    too_old = f"{int((time.time() - 2 * limits.lifetime) * 1e9):020d}"
+    too_old = f"{int((time.time() - 2 * hint_board.LIFETIME) * 1e9):020d}"
     for place, old in enumerate(names):
-        if place < len(names) - limits.keep or old < too_old:
+        if place < len(names) - hint_board.KEPT or old < too_old:
             (directory / old).unlink(missing_ok=True)
 
 
-def read_hints(path: Path, since: frozenset[str] | None, limits: BoardLimits) -> tuple[frozenset[str], list[bytes]]:
+def read_hints(path: Path, since: frozenset[str] | None) -> tuple[frozenset[str], list[bytes]]:
     """Raises OSError."""
     directory = path / "hints"
-    names = [name for name in _names(directory)[-limits.keep :] if name.endswith(".hint")]
+    names = [name for name in _names(directory)[-hint_board.KEPT :] if name.endswith(".hint")]
     if since is None:
         return frozenset(names), []
-    chosen = [name for name in names if name not in since][:AT_ONCE]
-    hints = [hint for name in chosen if (hint := _read(directory / name, limits.longest)) is not None]
+    chosen = [name for name in names if name not in since][: hint_board.AT_ONCE]
+    hints = [hint for name in chosen if (hint := _read(directory / name)) is not None]
     # Only what is still there: the set never outgrows the directory.
     return frozenset(name for name in names if name in since) | frozenset(chosen), hints
 
@@ -60,9 +60,9 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-def _read(file: Path, longest: int) -> bytes | None:
+def _read(file: Path) -> bytes | None:
     """None for what has gone meanwhile, is too long, or is no plain file."""
     with suppress(OSError):
         hint = read_small(file)
-        return hint if 0 < len(hint) <= longest else None
+        return hint if 0 < len(hint) <= hint_board.LONGEST else None
     return None

@@ -48,7 +48,6 @@ from hicache_ext.runtime.file_systems import mount_points
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import leading
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints, pins
@@ -277,11 +276,11 @@ class SpreadStore:
                 self.metrics.set_level(level, name, sum(figures[name] for figures in found))
         return gauges_of_paths(paths)
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
-        hints.post_hint(self._parts[0].path, hint, limits)
+    def post_hint(self, hint: bytes) -> None:
+        hints.post_hint(self._parts[0].path, hint)
 
-    def read_hints(self, since: frozenset[str] | None, limits: BoardLimits) -> tuple[frozenset[str], list[bytes]]:
-        return hints.read_hints(self._parts[0].path, since, limits)
+    def read_hints(self, since: frozenset[str] | None) -> tuple[frozenset[str], list[bytes]]:
+        return hints.read_hints(self._parts[0].path, since)
 
     def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         """Of the paths in service: pages of the others cannot be read. Raises OSError, StoreClosedError."""

@@ -41,7 +41,6 @@ from hicache_ext.storage.contract.bad_pages import BadPages, Removal, Stored, Ve
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
 from hicache_ext.storage.contract.trial import try_store
@@ -647,13 +646,13 @@ class RedisPageStore(TierStore):
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def post_hint(self, hint: bytes, limits: BoardLimits) -> None:
+    def post_hint(self, hint: bytes) -> None:
         with self._calls:
-            post_hint(self._tier, self._topology, hint, limits)
+            post_hint(self._tier, self._topology, hint)
 
-    def read_hints(self, since: bytes | None, limits: BoardLimits) -> tuple[bytes, list[bytes]]:
+    def read_hints(self, since: bytes | None) -> tuple[bytes, list[bytes]]:
         with self._calls:
-            return read_hints(self._tier, self._topology, since, limits)
+            return read_hints(self._tier, self._topology, since)
 
     def diagnose(self) -> list[Finding]:
         from hicache_ext.storage.tiers.redis.diagnosis import diagnose

@@ -30,9 +30,9 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
+from hicache_ext.storage.contract import hint_board
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.clearing import Cleared
-from hicache_ext.storage.contract.hint_board import AT_ONCE, BoardLimits
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
     LONGEST_LINE,
@@ -427,18 +427,16 @@ _BEFORE_ALL = b"0-0"
 _ENTRY = re.compile(rb"[0-9]{1,19}-[0-9]{1,19}")
 
 
-def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes, limits: BoardLimits) -> None:
-    keep, lifetime = b"%d" % limits.keep, b"%d" % int(2000 * limits.lifetime)
+def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes) -> None:
+    keep, lifetime = b"%d" % hint_board.KEPT, b"%d" % int(2000 * hint_board.LIFETIME)
     with _board(tier, topology, "no hint was left") as (connection, name):
         requests = [command(b"XADD", name, b"MAXLEN", keep, b"*", _FIELD, hint), command(b"PEXPIRE", name, lifetime)]
         _without_errors(connection.ask(requests), b"XADD")
 
 
-def read_hints(
-    tier: RedisTierConfig, topology: Topology, since: bytes | None, limits: BoardLimits
-) -> tuple[bytes, list[bytes]]:
+def read_hints(tier: RedisTierConfig, topology: Topology, since: bytes | None) -> tuple[bytes, list[bytes]]:
     # One by one where others have left longer ones than ours, and the answer is too long.
-    for most in (max(2, min(AT_ONCE, MOST_RECEIVED // (limits.longest + LONGEST_LINE))), 1):
+    for most in (max(2, min(hint_board.AT_ONCE, MOST_RECEIVED // (hint_board.LONGEST + LONGEST_LINE))), 1):
         try:
             with _board(tier, topology, "hints cannot be read") as (connection, name):
                 if since is None:
@@ -449,7 +447,7 @@ def read_hints(
                 if not _ENTRY.fullmatch(last):
                     raise ValueError("no entry of a stream")
                 hints = [dict(zip(fields[::2], fields[1::2], strict=False)).get(_FIELD) for _, fields in found or []]
-                fit = [hint for hint in hints if isinstance(hint, bytes) and len(hint) <= limits.longest]
+                fit = [hint for hint in hints if isinstance(hint, bytes) and len(hint) <= hint_board.LONGEST]
             break
         except StoreError as error:
             if most == 1 or not isinstance(error.__cause__, ProtocolError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import threading
 import time
@@ -13,8 +12,8 @@ import pytest
 
 from hicache_ext.config import Secret
 from hicache_ext.errors import ClearLaterError, StoreError, StoreSetupError
+from hicache_ext.storage.contract import hint_board
 from hicache_ext.storage.contract.clearing import Cleared
-from hicache_ext.storage.contract.hint_board import BoardLimits
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.redis import node
 from hicache_ext.storage.tiers.redis import store as store_module
@@ -443,7 +442,6 @@ def test_commands_beside_the_lanes_have_the_whole_timeout_once_the_connection_is
 
 
 ENTRY = b"*2\r\n$3\r\n9-1\r\n*2\r\n$1\r\nh\r\n"
-LIMITS = BoardLimits(keep=5, longest=100, lifetime=60)
 NO_ENTRIES = {
     "an integer": b"*1\r\n*2\r\n:5\r\n*2\r\n$1\r\nh\r\n$1\r\nx\r\n",
     "a list": b"*1\r\n*2\r\n*0\r\n*2\r\n$1\r\nh\r\n$1\r\nx\r\n",
@@ -460,21 +458,21 @@ def test_what_is_no_entry_of_a_stream_is_never_the_last_one_seen(what, since):
         store = open_store(server)
         server.answer = lambda words: NO_ENTRIES[what]
         with pytest.raises(StoreError):
-            store.read_hints(since, LIMITS)
+            store.read_hints(since)
         server.answer = lambda words: b"*1\r\n" + ENTRY + b":7\r\n"
-        assert store.read_hints(b"1-0", LIMITS) == (b"9-1", [])
+        assert store.read_hints(b"1-0") == (b"9-1", [])
         store.close()
 
 
-def test_hints_that_are_too_many_for_one_answer_are_read_one_by_one():
+def test_hints_that_are_too_many_for_one_answer_are_read_one_by_one(monkeypatch):
     """Seen: the same answer was asked for again and again."""
     with FakeServer(nothing_here) as server:
         store = open_store(server)
         entry = ENTRY + bulk(bytes(1 << 20))
         server.answer = lambda words: b"*%b\r\n" % words[-1] + entry * int(words[-1])
-        assert store.read_hints(b"1-0", LIMITS) == (b"9-1", [])
-        large = dataclasses.replace(LIMITS, longest=1 << 20)
+        assert store.read_hints(b"1-0") == (b"9-1", [])
+        monkeypatch.setattr(hint_board, "LONGEST", 1 << 20)
         server.requests.clear()
-        assert store.read_hints(b"1-0", large) == (b"9-1", [bytes(1 << 20)] * 7)
+        assert store.read_hints(b"1-0") == (b"9-1", [bytes(1 << 20)] * 7)
         assert len(server.requests) == 1
         store.close()
