@@ -28,6 +28,7 @@ from hicache_ext.page.transforms.body import is_sealed_with, reason_it_is_not_se
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Transforms
 from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
+from hicache_ext.storage.serving.prompts import documents_in
 from hicache_ext.storage.tiers.file.inspection import open_editor, open_inspector
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, reason_it_is_bad
 from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
@@ -90,16 +91,6 @@ class Trouble:
         for error in self._errors:
             print(f"left out: {error}", file=sys.stderr)
         return 1 if self._errors else 0
-
-
-def documents_in(directory: Path) -> Iterator[tuple[bytes, Mapping[str, Any]]]:
-    """Yield the identities that the directory knows, each with its document."""
-    for file in (directory / "identities").glob("*.json"):
-        if IDENTITY_NAME.fullmatch(file.stem):
-            digest = bytes.fromhex(file.stem)
-            document = load_document(directory, digest)
-            if document is not None:
-                yield digest, document
 
 
 def groups_of(directories: Sequence[Path], trouble: Trouble) -> list[Group]:
@@ -288,7 +279,7 @@ class StoredSeals:
         self._forms: dict[bytes, Form] = {}
         if transforms is not None and transforms.seal is not None:
             # Those of which the directory may have pages in any form: of a stored form, and what it is a form of.
-            found: dict[bytes, Mapping[str, Any]] = {}
+            found: dict[bytes, dict[str, Any]] = {}
             for digest, document in documents_in(directory):
                 stored_as = document.get(STORED_AS)
                 of = stored_as.get("of") if isinstance(stored_as, dict) else None

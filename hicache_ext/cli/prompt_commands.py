@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.directory_commands import documents_in
 from hicache_ext.cli.inputs import (
     add_namespace_arguments,
     add_prompt_arguments,
@@ -36,7 +35,7 @@ from hicache_ext.page.transforms.sealing import SealMode
 from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.serving.kv_hints import Action, KvHints, Said
-from hicache_ext.storage.serving.prompts import Chain, Explanation, explain, warm_prompts
+from hicache_ext.storage.serving.prompts import Chain, Explanation, documents_in, explain, warm_prompts
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.layouts import layout_in

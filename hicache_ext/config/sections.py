@@ -209,7 +209,7 @@ class WriteConfig(ConfigModel):
         "pages_in_flight": "512 pages are handed to the storage thread, the others wait",
         "retries": "a failed write is tried again three times",
         "ttl": "the writer cannot expire single pages; where the tier has a ttl, set that in the decode node's file",
-        "speculative": "with EAGLE or MTP a decode node is refused unless pd.write.enabled is false",
+        "speculative": "drafts of EAGLE and MTP are written where a prefill node can use them",
     }
 
     enabled: bool = True

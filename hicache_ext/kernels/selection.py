@@ -149,9 +149,12 @@ class Submission:
         self._selector = selector
         self._engine, _ = selector.choose(operation)
         self._copy: Submit | None = None
+        self.submitted: set[int] = set()
+        """Layers."""
 
     def submit(self, layer: int) -> bool:
         """Submit one layer of the stack; False if the caller has to copy this layer itself."""
+        self.submitted.add(layer)
         return self._submit(*self._operation.stack.layers[layer])
 
     def submit_all(self) -> bool:

@@ -76,10 +76,8 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Continuation:
-    """One request as pages: which were copied to host memory, and which wait to be written. ``number`` is equal on all
-    ranks."""
+    """One request as pages: which were copied to host memory, and which wait to be written."""
 
-    number: int
     chain: Any
     """Of page hashes (``PageChain`` in sglang/decode_manager.py)."""
     prompt: Sequence[int]
@@ -238,7 +236,7 @@ _PAGES_IN_FLIGHT = 2 * _PAGES_PER_WRITE
 _HINTS_TIMEOUT = 2.0
 
 Minimum = Callable[[list[int]], list[int]]
-"""The element-wise minimum over the ranks."""
+"""Of each number the smallest of all ranks."""
 
 
 class DecodeWriter:
@@ -251,7 +249,7 @@ class DecodeWriter:
         writer: PoolWriter,
         metrics: TierMetrics,
         *,
-        minimum: Minimum | None = None,
+        minimum: Minimum = list,
         hints: HintSender | None = None,
         stride: int = 256,
         prefix_grace: float = 5.0,
@@ -264,16 +262,15 @@ class DecodeWriter:
         self._config = config
         self._writer = writer
         self.metrics = metrics
-        self._minimum = minimum
+        self._agreed = minimum
         self._hints = hints
         self._page_size: int = offload.page_size
         self._stride: int = max(1, stride // self._page_size) * self._page_size
         self._prefix_grace = prefix_grace
-        self._waiting: dict[int, Continuation] = {}
-        """Continuations with pieces to write, in the order of arrival. A choice among them depends on facts alone that
+        self._waiting: dict[Continuation, None] = {}
+        """Those with pieces to write, in the order of arrival. A choice among them depends on facts alone that
         are equal on all ranks, so that ranks drop the same pages without communication."""
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
-        self._continuations_made = 0
         self._copies_this_step = 0
         self._pages_in_flight = 0
         self._started = time.monotonic()
@@ -319,9 +316,7 @@ class DecodeWriter:
     def _begin(self, request: Any) -> Continuation:
         prompt, chain, said = self._offload.facts(request)
         prompt_pages = chain.pages_in(len(prompt))
-        self._continuations_made += 1
         continuation = Continuation(
-            number=self._continuations_made,
             chain=chain,
             prompt=prompt,
             prompt_pages=prompt_pages,
@@ -389,7 +384,7 @@ class DecodeWriter:
         By priority, then by age; never of ``spare``, for which memory is freed, nor of a higher priority than its own.
         """
         victims: list[Continuation] = []
-        waiting = [one for one in self._waiting.values() if one is not spare and one.priority <= spare.priority]
+        waiting = [one for one in self._waiting if one is not spare and one.priority <= spare.priority]
         for victim in sorted(waiting, key=lambda one: (one.priority, one.born)):
             if all(pages <= 0 for pages in lacking.values()):
                 break
@@ -430,10 +425,6 @@ class DecodeWriter:
         while self._offload.ongoing_offload:
             self._copies_ended(*self._agreed([*self._offload.copies_ended(wait=True)]))
 
-    def _agreed(self, numbers: list[int]) -> list[int]:
-        """Of each number the smallest of all ranks."""
-        return numbers if self._minimum is None else self._minimum(numbers)
-
     def _copies_ended(self, operations: int, refused: int) -> None:
         for operation in range(operations):
             for piece in self._offload.take_copies():
@@ -447,7 +438,7 @@ class DecodeWriter:
             self._free([piece])
         elif not piece.torn:
             continuation.waiting.append(piece)
-            self._waiting.setdefault(continuation.number, continuation)
+            self._waiting.setdefault(continuation)
         else:
             self.metrics.add("copy", "torn")
             self._free([piece])
@@ -473,14 +464,14 @@ class DecodeWriter:
         A continuation has one run under way at a time: its pages must reach the pool in the order of the chain. Those
         that have finished come first, since their next turn may come at any moment.
         """
-        for continuation in sorted(self._waiting.values(), key=lambda one: not one.finished):
+        for continuation in sorted(self._waiting, key=lambda one: not one.finished):
             if continuation.in_flight or continuation.not_before > self._now:
                 continue
             run = [continuation.waiting.popleft()]
             while continuation.waiting and _pages(run) + continuation.waiting[0].pages <= _PAGES_PER_WRITE:
                 run.append(continuation.waiting.popleft())
             if not continuation.waiting:
-                del self._waiting[continuation.number]
+                del self._waiting[continuation]
             return run
         return []
 
@@ -503,8 +494,8 @@ class DecodeWriter:
                 continuation.not_before = self._now + pause
                 # First of their continuation, which goes to the end of the queue.
                 continuation.waiting.extendleft(reversed(run))
-                self._waiting.pop(continuation.number, None)
-                self._waiting[continuation.number] = continuation
+                self._waiting.pop(continuation, None)
+                self._waiting[continuation] = None
             else:
                 self._free(run)
                 self._close(continuation, Outcome(outcome).name.lower(), lost_pages=_pages(run))
@@ -540,7 +531,7 @@ class DecodeWriter:
     # -- host memory -----------------------------------------------------------------------------------------------
 
     def _take_waiting(self, continuation: Continuation) -> list[Piece]:
-        self._waiting.pop(continuation.number, None)
+        self._waiting.pop(continuation, None)
         pieces = list(continuation.waiting)
         continuation.waiting.clear()
         return pieces
@@ -551,7 +542,7 @@ class DecodeWriter:
         continuation.epoch += 1
         self._free(waiting)
         dropped_from = [piece.first_page for piece in waiting]
-        copied = (piece for _, piece in self._offload.ongoing_offload.values())
+        copied = (piece for _, piece in self._offload.ongoing_offload)
         dropped_from += [piece.first_page for piece in copied if piece.continuation is continuation]
         if dropped_from:
             continuation.copied_pages = min(dropped_from)
@@ -598,7 +589,7 @@ class DecodeWriter:
 
     def _levels(self) -> dict[str, int]:
         return {
-            "waiting_pages": sum(_pages(one.waiting) for one in self._waiting.values()) + self._pages_in_flight,
+            "waiting_pages": sum(_pages(one.waiting) for one in self._waiting) + self._pages_in_flight,
             "host_used_tokens": self._offload.pools.used_tokens(),
         }
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from hicache_ext.config import HicacheExtConfig
 from hicache_ext.config.model import hints_over
+from hicache_ext.config.sections import EventsConfig
 from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_arguments import unicode_text
-from hicache_ext.sglang.served_pools import KV, BoundPool, ServedPools
+from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.sglang.used_names import EVENTS, check_installed, features_off
 from hicache_ext.storage.contract.abilities import HintBoard, board_among
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
@@ -39,17 +40,10 @@ _INTERVAL = 0.5
 """Seconds between two looks of a prefill node for hints."""
 
 
-def hint_receiver(config: HicacheExtConfig, pools: ServedPools, store: Callable[[], ReloadableStore]) -> HintReceiver:
-    """What follows hints on a prefill node, on a thread of its own, until ``close``.
-
-    ``store`` answers with the tiers as one.
-    """
-
-    def fetch(page_hashes: Sequence[bytes]) -> Counter[str]:
-        return bring_inward(pools, store(), page_hashes)
-
+def hint_receiver(config: HicacheExtConfig, pools: ServedPools, store: ReloadableStore) -> HintReceiver:
+    """What follows hints on a prefill node, on a thread of its own, until ``close``."""
     board = _board(config, config.retrieve_locations, store)
-    return HintReceiver(board, fetch, lambda: _scope(pools), _INTERVAL)
+    return HintReceiver(board, lambda hashes: bring_inward(pools, store, hashes), lambda: _scope(pools), _INTERVAL)
 
 
 def bring_inward(pools: ServedPools, store: ReloadableStore, page_hashes: Sequence[bytes]) -> Counter[str]:
@@ -70,25 +64,20 @@ def bring_inward(pools: ServedPools, store: ReloadableStore, page_hashes: Sequen
 
 
 def hint_sender(
-    config: HicacheExtConfig, pools: ServedPools, store: Callable[[], ReloadableStore], metrics: TierMetrics
+    config: HicacheExtConfig,
+    pools: ServedPools,
+    store: ReloadableStore,
+    metrics: TierMetrics,
+    in_pool: Callable[[Sequence[str]], int],
 ) -> HintSender:
     """What announces on a decode node. One rank speaks for all [pd, scheduler]."""
-
-    def in_pool(page_hashes: Sequence[bytes]) -> int:
-        """Leading pages of which a prefill node finds every part [hints' thread]."""
-        pool = pools.usable(KV)
-        parts = [[digest + page_hash for page_hash in page_hashes] for digest in (pool.digests if pool else ())]
-        return min((store().count_leading_in_pool(keys) for keys in parts), default=0)
-
     board = _board(config, config.store_locations, store)
     return HintSender(board, lambda: _scope(pools) or b"", metrics, in_pool)
 
 
-def _board(
-    config: HicacheExtConfig, locations: Sequence[str], store: Callable[[], ReloadableStore]
-) -> Callable[[], HintBoard]:
+def _board(config: HicacheExtConfig, locations: Sequence[str], store: ReloadableStore) -> Callable[[], HintBoard]:
     over = hints_over(config.pd.hints, locations) or ""
-    return lambda: board_among(store().tiers, over)
+    return lambda: board_among(store.tiers, over)
 
 
 def _scope(pools: ServedPools) -> bytes | None:
@@ -110,14 +99,12 @@ def _scope(pools: ServedPools) -> bytes | None:
 
 
 def kv_events(
-    config: HicacheExtConfig, ranks: Any, pools: ServedPools, store: Callable[[], ReloadableStore]
+    config: HicacheExtConfig, events: EventsConfig, ranks: Any, pools: ServedPools, store: ReloadableStore
 ) -> EventPublisher | None:
-    """The publisher of this process; None where events are off, or this release has none.
+    """The publisher of this process; None where this release has no events.
 
     ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError, MissingPackageError.
     """
-    if config.events is None:
-        return None
     if (lacking := features_off(check_installed()).get(EVENTS)) is not None:
         logger.warning("hicache_ext: SGLang lacks %s: %s", lacking, EVENTS.loss)
         return None
@@ -140,10 +127,10 @@ def kv_events(
         if pool.pages is None:
             words = "hicache_ext: KV events tell nothing: the KV pool of this model has no bytes of its own"
             log.log(logging.WARNING, "anchor", words)
-        return blocks_in(store().arrangement.retrieve, pool.digests, **media)
+        return blocks_in(store.arrangement.retrieve, pool.digests, **media)
 
     replica = _replica(ranks)
-    return EventPublisher(config.events, replica, look, _encoder(ranks, lambda: pools.bound.get(KV), replica))
+    return EventPublisher(events, replica, look, _encoder(lambda: pools.page_size, replica))
 
 
 def _replica(ranks: Any) -> int:
@@ -159,17 +146,11 @@ def _replica(ranks: Any) -> int:
         return int(getattr(ranks, "dp_rank", 0) or 0)
 
 
-def _encoder(ranks: Any, pool: Callable[[], BoundPool | None], replica: int) -> Encode:
+def _encoder(page_size: Callable[[], int], replica: int) -> Encode:
     import msgspec
     from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
     encoder = msgspec.msgpack.Encoder()
-
-    def block_size() -> int:
-        """Tokens of a page."""
-        bound = pool()
-        logical = getattr(ranks, "logical_page_size", None)
-        return int(logical or (0 if bound is None or bound.pages is None else bound.pages.page_size))
 
     def event(change: Change) -> Any:
         if change.kind is Kind.CLEARED:
@@ -180,7 +161,7 @@ def _encoder(ranks: Any, pool: Callable[[], BoundPool | None], replica: int) -> 
             block_hashes=change.blocks.tolist(),
             parent_block_hash=None,
             token_ids=[],
-            block_size=block_size(),
+            block_size=page_size(),
             lora_id=None,
             medium=change.medium,
         )
@@ -210,8 +191,8 @@ def recording_of(config: HicacheExtConfig, ranks: Any, pools: ServedPools) -> Re
         return {
             "model": unicode_text(str(getattr(ranks, "model_name", None) or "")),
             **{name: int(getattr(ranks, name, None) or 1) for name in _SIZES},
-            "page_size": int(getattr(ranks, "logical_page_size", None) or (0 if pages is None else pages.page_size)),
-            "page_bytes": 0 if pages is None else pages.page_bytes * pages.parts,
+            "page_size": pools.page_size,
+            "page_bytes": 0 if pages is None else pages.page_bytes,
         }
 
     return begin_recording(config.record, facts)

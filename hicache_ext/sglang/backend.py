@@ -13,7 +13,6 @@ No call but the first four raises: SGLang would lose the operation at best and a
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.metrics import TransferSamples
-from hicache_ext.sglang.host_pool import AnyPages, CopiedPages, HostPages
+from hicache_ext.sglang.host_pool import AnyPages
 from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
 from hicache_ext.sglang.never_raise import (
     all_false,
@@ -43,12 +42,10 @@ from hicache_ext.sglang.never_raise import (
 from hicache_ext.sglang.releases import hit_policy
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.storage.contract import tenants
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageKeys, SetResult
 
-_FIRST_LOOK_UP = 8
 _LOOK_UP_PORTION = 2048
-"""Keys of a chain converted and looked up at once: each time costs some 50 us on the way to the tier. The first time
-only a few: most chains that end do so at once."""
+"""Keys of a chain that are converted and looked up together: each time costs some 50 us on the way to the tier."""
 
 
 class HiCacheExtBackend(BackendLifecycle):
@@ -60,18 +57,15 @@ class HiCacheExtBackend(BackendLifecycle):
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         if self.served.closed or not keys:
             return 0
-        if self.served.unavailable:
-            self._store.count_absent(len(keys))
-            return 0
-        pool = self.served.bound.get(KV)
+        pool = self.served.usable(KV)
         if pool is None or pool.pages is None:
             self._store.count_absent(len(keys))
             return 0
         if self._pull_rule is None:
-            return self._leading_counted(pool, keys)
+            return self._leading(pool, keys)
         parts = len(pool.digests)
         with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as asked:
-            leading = 0 if asked is None else self._leading_counted(pool, keys)
+            leading = 0 if asked is None else self._leading(pool, keys)
         if asked is None:
             self._store.count_absent(len(keys) * parts)
             return 0
@@ -79,13 +73,6 @@ class HiCacheExtBackend(BackendLifecycle):
         return self._pull_rule.pages_to_pull(
             asked, leading, lambda count: [first + page_hash_bytes(key) for key in keys[:count]]
         )
-
-    def _leading_counted(self, pool: BoundPool, keys: Sequence[str]) -> int:
-        """Leading pages of which every part is present; what was not found counts as absent."""
-        leading, absent = self._leading(pool, keys)
-        if absent:
-            self._store.count_absent(absent)
-        return leading
 
     @answering(lambda *_, **__: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
@@ -120,7 +107,7 @@ class HiCacheExtBackend(BackendLifecycle):
         if pool is None or pool.pages is None:
             return set()
         if hit_policy(transfer.hit_policy) == "all_pages":
-            return set(range(1, self._leading_counted(pool, keys) + 1))
+            return set(range(1, self._leading(pool, keys) + 1))
         if hit_policy(transfer.hit_policy) == "unknown":
             return set()
         window = max(1, len(transfer.keys) if transfer.keys else 1)
@@ -132,28 +119,23 @@ class HiCacheExtBackend(BackendLifecycle):
                 complete.add(pages)
         return complete
 
-    def _leading(self, pool: BoundPool, keys: Sequence[str]) -> tuple[int, int]:
-        """Leading pages of which every part is present, and how many parts of ``keys`` were not found: for
-        ``count_absent``. Long chains in portions, since most end early."""
-        found = 0
-        # SGLang asks for a long chain 128 pages at a time: after a call that found all, the next goes on with it.
-        done, portion = 0, _LOOK_UP_PORTION if self._found_all else _FIRST_LOOK_UP
-        while done < len(keys):
-            names = keys[done : done + portion]
-            asked = PageKeys.of_hashes(pool.digests[0], names)
-            leading = len(names)
-            for number, digest in enumerate(pool.digests):
-                if number:
-                    asked = asked[:leading].under(digest)
+    def _leading(self, pool: BoundPool, keys: Sequence[str]) -> int:
+        """Leading pages of which every part is present; what was not found counts as absent. Long chains in portions,
+        since most end early."""
+        leading = found = 0
+        while leading < len(keys):
+            asked = PageKeys.of_hashes(pool.digests[0], keys[leading : leading + _LOOK_UP_PORTION])
+            portion = len(asked)
+            for digest in pool.digests:
                 with self._patience():
-                    leading = self._store.count_leading(asked)
-                found += leading
-            done += leading
-            if leading < len(names):
+                    asked = asked[: self._store.count_leading(asked.under(digest))]
+                found += len(asked)
+            leading += len(asked)
+            if len(asked) < portion:
                 break
-            portion = _LOOK_UP_PORTION
-        self._found_all = done == len(keys)
-        return done, len(keys) * len(pool.digests) - found
+        if absent := len(keys) * len(pool.digests) - found:
+            self._store.count_absent(absent)
+        return leading
 
     def _every_part(self, pool: BoundPool, keys: Sequence[str], ask: Callable[[PageKeys], list[bool]]) -> list[bool]:
         """Of which pages it is so for all parts."""
@@ -171,7 +153,7 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._moved(self.served.usable(KV), keys, host_indices, read_pages, self._prefetched)
+        return self._moved(self.served.usable(KV), keys, host_indices, self._read, self._prefetched)
 
     @answering(all_false)
     def batch_set_v1(
@@ -181,7 +163,7 @@ class HiCacheExtBackend(BackendLifecycle):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         self._follow_owners(extra_info, keys)
-        return self._moved(self.served.usable(KV), keys, host_indices, write_pages, self._backed_up)
+        return self._moved(self.served.usable(KV), keys, host_indices, self._write, self._backed_up)
 
     @staticmethod
     def _follow_owners(extra_info: HiCacheStorageExtraInfo | None, keys: Sequence[str]) -> None:
@@ -193,7 +175,7 @@ class HiCacheExtBackend(BackendLifecycle):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[Any, list[bool]]:
-        return self._move_transfers(transfers, read_pages, self._prefetched)
+        return self._move_transfers(transfers, self._read, self._prefetched)
 
     @answering(transfers_false)
     def batch_set_v2(
@@ -201,7 +183,7 @@ class HiCacheExtBackend(BackendLifecycle):
     ) -> dict[Any, list[bool]]:
         for transfer in transfers:
             self._follow_owners(extra_info, getattr(transfer, "keys", None) or ())
-        return self._move_transfers(transfers, write_pages, self._backed_up)
+        return self._move_transfers(transfers, self._write, self._backed_up)
 
     def _move_transfers(
         self, transfers: list[PoolTransfer], move: Move, samples: TransferSamples
@@ -228,14 +210,7 @@ class HiCacheExtBackend(BackendLifecycle):
             return [False] * len(keys)
         if pool.pages is None:
             return [True] * len(keys)
-        results, owners = self._timed(pool, pool.pages, keys, host_indices, move, samples)
-        moved, parts = went_well(results), len(pool.digests)
-        if parts == 1 and len(owners) == len(keys):
-            return moved
-        good = [0] * len(keys)
-        for owner, ok in zip(owners, moved, strict=True):
-            good[owner] += ok
-        return [count == parts for count in good]
+        return went_well(self._timed(pool, pool.pages, keys, host_indices, move, samples))
 
     def _timed(
         self,
@@ -245,37 +220,46 @@ class HiCacheExtBackend(BackendLifecycle):
         host_indices: torch.Tensor | None,
         move: Move,
         samples: TransferSamples,
-    ) -> tuple[list[Any], Sequence[int]]:
-        """Move the sound pages of a call: the result of each part, and which page of the call it is of."""
+    ) -> list[Any]:
+        """Move the sound pages of a call: the worst result of each page's parts, None for one that is not sound."""
         numbers, sound = pages.page_numbers(host_indices, len(keys))
-        owners: Sequence[int] = range(len(keys))
         sound_keys = keys
         if sound is not None:
             given = host_indices.numel() if host_indices is not None else "no"
             wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
             self.report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))
-            owners = np.flatnonzero(sound).tolist()
-            numbers, sound_keys = numbers[sound], [keys[page] for page in owners]
+            numbers, sound_keys = numbers[sound], [key for key, is_sound in zip(keys, sound, strict=True) if is_sound]
         started = time.perf_counter()
-        results = move(self._store, pool, pages, PageKeys.of_hashes(pool.digests[0], sound_keys), numbers)
+        of_first = PageKeys.of_hashes(pool.digests[0], sound_keys)
+        results = move(pages, [of_first.under(digest) for digest in pool.digests], numbers)
         seconds = time.perf_counter() - started
-        samples.record(len(keys), _bytes_moved(results, pages), seconds)
-        if len(pool.digests) > 1:
-            owners = [page for page in owners for _ in pool.digests]
-        return results, owners
+        if pages.parts > 1:
+            parts = (results[first : first + pages.parts] for first in range(0, len(results), pages.parts))
+            results = [max(of_page, key=_badness) for of_page in parts]
+        samples.record(len(keys), pages.page_bytes * sum(map(results.count, _MOVED)), seconds)
+        if sound is None:
+            return results
+        found = iter(results)
+        return [next(found) if is_sound else None for is_sound in sound]
+
+    def _read(self, pages: AnyPages, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64]) -> list[GetResult]:
+        return pages.read(keys, numbers, self._store.get)
+
+    def _write(self, pages: AnyPages, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64]) -> list[SetResult]:
+        return pages.write(keys, numbers, self._store.set)
 
     # -- the external linker (linker.py) ---------------------------------------------------------------------------
 
     @answering(lambda *_, **__: False)
     def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Read pages into a host pool; whether all of them are there."""
-        return all(self._moved(pool, keys, host_indices, read_pages, self._prefetched))
+        return all(self._moved(pool, keys, host_indices, self._read, self._prefetched))
 
     @answering(lambda *_, **__: False)
     def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Store pages of a host pool; whether all of them can be read from now on, or are not worth it."""
         self._follow_owners(None, keys)
-        return all(self._moved(pool, keys, host_indices, write_pages, self._backed_up))
+        return all(self._moved(pool, keys, host_indices, self._write, self._backed_up))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
@@ -285,28 +269,14 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self.served.usable(name)
         return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
 
-    @answering(lambda *_, **__: 0)
-    def stored_leading(self, keys: list[str], name: str = KV) -> int:
-        """Leading pages of which a prefill node finds every part in the pool [pd writer]."""
-        pool = self.served.usable(name)
-        if pool is None:
-            return 0
-        of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)
-
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str = KV) -> list[SetResult]:
         """Store pages of a host pool, with each page's result [pd writer]."""
         pool = self.served.usable(name)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
-        results, owners = self._timed(pool, pool.pages, keys, host_indices, write_pages, self._backed_up)
-        worst: list[SetResult | None] = [None] * len(keys)
-        for owner, result in zip(owners, results, strict=True):
-            before = worst[owner]
-            if before is None or not result.durable:
-                worst[owner] = result
-        return [SetResult.ERROR if result is None else result for result in worst]
+        results = self._timed(pool, pool.pages, keys, host_indices, self._write, self._backed_up)
+        return [SetResult.ERROR if result is None else result for result in results]
 
     # -- generic calls ---------------------------------------------------------------------------------------------
     # SGLang's class asks for them, and SGLang makes none: the configuration must say ``interface_v1``.
@@ -327,56 +297,21 @@ class HiCacheExtBackend(BackendLifecycle):
         return False
 
 
-# -- pages of host pools on their way from and to the store ------------------------------------------------------------
-# Any thread. They raise what the store raises after its close, and what a pool raises that is copied.
+Move = Callable[[AnyPages, Sequence[PageKeys], npt.NDArray[np.int64]], list[Any]]
+"""To read or to write pages, given the keys of each of their parts and their places in the host pool. It raises what
+the store raises after its close, and what a pool raises that is copied."""
 
-
-Move = Callable[[PageStore, BoundPool, AnyPages, PageKeys, npt.NDArray[np.int64]], list[Any]]
-"""``read_pages`` or ``write_pages``, of the keys of their first parts and their places in the host pool: the result of
-each part, the parts of a page one after the other."""
-
-
-def read_pages(
-    store: PageStore, pool: BoundPool, pages: AnyPages, of_first: PageKeys, numbers: npt.NDArray[np.int64]
-) -> list[GetResult]:
-    """Read pages into their places in the host pool."""
-    if isinstance(pages, CopiedPages):
-        return pages.read(of_first, numbers, store.get)
-    return store.get(_in_place(pool, pages, of_first, numbers))
-
-
-def write_pages(
-    store: PageStore, pool: BoundPool, pages: AnyPages, of_first: PageKeys, numbers: npt.NDArray[np.int64]
-) -> list[SetResult]:
-    """Write pages of the host pool to the store."""
-    if isinstance(pages, CopiedPages):
-        return pages.write(of_first, numbers, store.set)
-    return store.set(_in_place(pool, pages, of_first, numbers))
-
-
-def _in_place(pool: BoundPool, pages: HostPages, of_first: PageKeys, numbers: npt.NDArray[np.int64]) -> PageBatch:
-    """The batch of all parts of these pages; the parts of a page stand one after the other."""
-    if len(pool.digests) == 1:
-        return PageBatch(of_first, pages.memory_of(numbers), [pages.page_bytes] * len(numbers))
-    keys = [key for page in zip(*[of_first.under(digest) for digest in pool.digests], strict=True) for key in page]
-    buffers = zip(*[pages.memory_of(numbers, part) for part in range(pages.parts)], strict=True)
-    sizes = [*pages.part_sizes] * len(numbers)
-    return PageBatch(keys, [segments for page in buffers for segments in page], sizes)
+_MOVED = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
+_WENT_WELL = (*_MOVED, SetResult.REFUSED)
+"""One that is not worth storing is no failure: SGLang would end its whole backup, and log it."""
 
 
 def went_well(results: list[Any]) -> list[bool]:
-    """Which pages were read, or are stored as far as that is wanted: one that is not worth storing is no failure, for
-    SGLang would end its whole backup, and log it."""
-    good = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED)
+    """Which pages were read, or are stored as far as that is wanted."""
     if results and results.count(results[0]) == len(results):
-        return [results[0] in good] * len(results)
-    return [result in good for result in results]
+        return [results[0] in _WENT_WELL] * len(results)
+    return [result in _WENT_WELL for result in results]
 
 
-def _bytes_moved(results: list[Any], pages: AnyPages) -> int:
-    moved = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
-    if results and results.count(results[0]) == len(results):
-        return pages.page_bytes * (len(results) // pages.parts) if results[0] in moved else 0
-    return sum(
-        size for size, result in zip(itertools.cycle(pages.part_sizes), results, strict=False) if result in moved
-    )
+def _badness(result: Any) -> int:
+    return _WENT_WELL.index(result) if result in _WENT_WELL else len(_WENT_WELL)

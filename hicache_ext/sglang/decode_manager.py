@@ -108,14 +108,14 @@ class DecodeManager:
         """``writer`` is to be set before the first call of SGLang's. ``track_interval``: tokens from one recurrent
         state that SGLang keeps to the next. ``bigrams``: whether prefill nodes key their tree by pairs of tokens."""
         self.page_size = page_size
-        self.ongoing_offload: dict[int, tuple[Any, Piece]] = {}
-        """Copies that were queued and not yet taken, by number; SGLang looks only whether there are any."""
-        self._copies_made = 0
-        self._queued: list[int] = []
+        self.ongoing_offload: deque[tuple[Any, Piece]] = deque()
+        """Copies that were queued and not yet taken, in order; SGLang looks only how many there are."""
+        self._queued = 0
+        """The last ones of them, which were not started."""
         self._refused = False
         """Of what is queued, a part cannot be copied."""
-        self._operations: deque[tuple[Any, list[int]]] = deque()
-        """Those that were started: the event of the end, None for a refused one, and the numbers of the copies."""
+        self._operations: deque[tuple[Any, int]] = deque()
+        """Those that were started: the event of the end, None for a refused one, and how many copies it has."""
         self.tails: dict[str, int] = {}
         """Pool -> how many of its last pages a prefill node needs at the boundary where it goes on."""
         if SWA in pools.pools_on:
@@ -224,12 +224,10 @@ class DecodeManager:
 
     def queue_copy(self, request: Any, piece: Piece) -> None:
         """Copy the piece's pages with the next operation."""
-        self._copies_made += 1
-        self._queued.append(self._copies_made)
-        self.ongoing_offload[self._copies_made] = (request, piece)
+        self._queued += 1
+        self.ongoing_offload.append((request, piece))
         try:
-            operation = self.pools.operation(self._copies_made, self._parts(request, piece))
-            self.pools.controller.write_queue.append(operation)
+            self.pools.controller.write_queue.append(self.pools.operation(self._parts(request, piece)))
         except Exception:
             logger.exception(_REFUSED)
             self._refused = True
@@ -247,7 +245,7 @@ class DecodeManager:
             logger.exception(_REFUSED)
         controller.write_queue.clear()
         self._operations.append((event, self._queued))
-        self._queued, self._refused = [], False
+        self._queued, self._refused = 0, False
 
     def copies_ended(self, *, wait: bool = False) -> tuple[int, int]:
         """How many of the leading operations have ended, none behind a refused one; and which is refused, or a number
@@ -265,8 +263,8 @@ class DecodeManager:
         """Return the pieces of the first operation, which has ended. Every finished request is released after the last
         copy out of it, whatever SGLang makes of another one."""
         pieces = []
-        for number in self._operations.popleft()[1]:
-            request, piece = self.ongoing_offload.pop(number)
+        for _ in range(self._operations.popleft()[1]):
+            request, piece = self.ongoing_offload.popleft()
             try:
                 piece.torn = self._is_torn(request, piece)
             except Exception:
@@ -278,7 +276,7 @@ class DecodeManager:
         return pieces
 
     def _is_copied(self, request: Any) -> bool:
-        return any(one is request for one, _ in self.ongoing_offload.values())
+        return any(one is request for one, _ in self.ongoing_offload)
 
     def release(self, request: Any) -> None:
         """Give a request's device memory back. Never raises: others wait for theirs."""
@@ -432,7 +430,7 @@ def _our_manager(
         config,
         PoolWriter(backend, metrics, {on: [*filter(written_here, names)] for on, names in pools.pools_on.items()}),
         metrics,
-        minimum=minimum if torch.distributed.get_world_size(group=tp_group) > 1 else None,
+        minimum=minimum if torch.distributed.get_world_size(group=tp_group) > 1 else list,
         hints=backend.hint_sender(metrics),
     )
     logger.info("hicache_ext: decode writer in force: %s", config)

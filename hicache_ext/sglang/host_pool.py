@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from hicache_ext.page.identity import PoolIdentity
 from hicache_ext.page.memory import Addresses, PageMemory, Segments
 from hicache_ext.sglang.releases import format_facts, pool_fact
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, SetResult
+
+Result = TypeVar("Result")
 
 _GEOMETRY_ATTRIBUTES = (
     "layer_num",
@@ -137,6 +139,22 @@ class HostPages(PoolPages):
         self.segment_sizes = tuple(self._sizes[0].tolist())
         self.part_sizes = tuple(self._sizes.sum(axis=1).tolist())
         self.page_bytes = sum(self.part_sizes)
+
+    def read(
+        self, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64], move: Callable[[PageBatch], list[Result]]
+    ) -> list[Result]:
+        """Read these pages into their places, or write them from there; the results of a page's parts stand together.
+
+        ``keys``: of each part those of all pages.
+        """
+        if self.parts == 1:
+            return move(PageBatch(keys[0], self.memory_of(numbers), [self.page_bytes] * len(numbers)))
+        buffers = zip(*[self.memory_of(numbers, part) for part in range(self.parts)], strict=True)
+        of_parts = [key for page in zip(*keys, strict=True) for key in page]
+        sizes = [*self.part_sizes] * len(numbers)
+        return move(PageBatch(of_parts, [segments for page in buffers for segments in page], sizes))
+
+    write = read
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
         """``buffers_of`` these pages, made lazily."""
@@ -286,14 +304,14 @@ class CopiedPages(PoolPages):
         return replace(identity, kind=f"copied:{identity.kind}", geometry=(*identity.geometry, *more))
 
     def read(
-        self, keys: PageKeys, numbers: npt.NDArray[np.int64], get: Callable[[PageBatch], list[GetResult]]
+        self, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64], get: Callable[[PageBatch], list[GetResult]]
     ) -> list[GetResult]:
         """Read these pages through ``get`` into the pool. Only pages with a HIT are touched there.
 
         Raises what the pool raises when it takes a page; what was put there until then is not to be relied on.
         """
         results: list[GetResult] = []
-        for batch, copies, places in self._portions(keys, numbers):
+        for batch, copies, places in self._portions(keys[0], numbers):
             found = get(batch)
             for copy, place, result in zip(copies, places, found, strict=True):
                 if result is GetResult.HIT:
@@ -303,11 +321,11 @@ class CopiedPages(PoolPages):
         return results
 
     def write(
-        self, keys: PageKeys, numbers: npt.NDArray[np.int64], put: Callable[[PageBatch], list[SetResult]]
+        self, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64], put: Callable[[PageBatch], list[SetResult]]
     ) -> list[SetResult]:
         """Write these pages of the pool through ``put``."""
         results: list[SetResult] = []
-        for batch, copies, places in self._portions(keys, numbers):
+        for batch, copies, places in self._portions(keys[0], numbers):
             for copy, place in zip(copies, places, strict=True):
                 torch.from_numpy(copy).copy_(self._flat(place))
             results += put(batch)

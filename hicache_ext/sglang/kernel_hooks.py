@@ -22,7 +22,6 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,17 +35,10 @@ from hicache_ext.sglang import releases
 
 logger = logging.getLogger(__name__)
 
-_Layouts = Mapping[str, tuple[str, ...]]  # I/O backend -> host layouts
-
 MHA = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 MLA = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
-_MHA_LAYOUTS: _Layouts = {
-    "kernel": ("layer_first", "page_first", "page_head"),
-    "direct": ("layer_first", "page_first_direct"),
-}
-_MLA_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first", "page_first_direct")}
-# SGLang backs layer-sharded MLA pools up layer by layer, which exists for fewer combinations.
-_MLA_SHARDED_BACKUP_LAYOUTS: _Layouts = {"kernel": ("layer_first", "page_first"), "direct": ("layer_first",)}
+# The host layouts of each I/O backend.
+_LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("layer_first", "page_first_direct")}
 # Where SGLang notes what it registered with the driver, call by call.
 _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 
@@ -149,9 +141,11 @@ def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str
         return "pool_class"
     if kind == MLA and pool._is_dummy:
         return "no_buffer"
-    sharded = direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False)
-    of_mla = _MLA_SHARDED_BACKUP_LAYOUTS if sharded else _MLA_LAYOUTS
-    if pool.layout not in (of_mla if kind == MLA else _MHA_LAYOUTS).get(io_backend, ()):
+    refused = ["page_head"] if kind == MLA else []
+    if kind == MLA and direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False):
+        # SGLang backs these up layer by layer, which exists for fewer combinations.
+        refused.append("page_first_direct")
+    if pool.layout not in _LAYOUTS.get(io_backend, ()) or pool.layout in refused:
         return f"layout_{pool.layout}_{io_backend}"
     if kind == MHA and pool.head_dim != releases.pool_fact(pool, "v_head_dim"):
         return "asymmetric"
@@ -161,16 +155,6 @@ def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str
 def stack_of(pool: Any) -> LayerStack:
     """The layers of an MHA or MLA host pool that the hooks serve, for benchmarks."""
     return _bound(pool).stack
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load under way. It holds its index tensors, so that no other tensors can take their identity."""
-
-    host_indices: torch.Tensor
-    device_indices: torch.Tensor
-    submission: Submission
-    submitted: set[int] = field(default_factory=set)
 
 
 class _Binding:
@@ -185,7 +169,8 @@ class _Binding:
         self.stack = LayerStack.of(layers, layout=pool.layout, registrations=registrations)
         self._layer_of = {layer_id: layer for layer, layer_id in enumerate(host_layers)}
         self._buffers = _buffers(pool)
-        self._loads: list[_Load] = []
+        self._loads: list[tuple[torch.Tensor, torch.Tensor, Submission]] = []
+        """With their index tensors, so that no other tensors can take the identity of these."""
 
     def fits(self, pool: Any) -> bool:
         """Whether the pool still has the buffers that this was made from."""
@@ -198,21 +183,12 @@ class _Binding:
         between, sometimes with tensors of their own.
         """
         layer = self._layer_of[layer_id]
-        known = [
-            load
-            for load in self._loads
-            if load.host_indices is host_indices
-            and load.device_indices is device_indices
-            and layer not in load.submitted
-        ]
-        if known:
-            load = known[0]
-        else:
-            submission = self.begin(pool, Direction.LOAD, host_indices, device_indices)
-            load = _Load(host_indices, device_indices, submission)
-            self._loads = [load, *self._loads[: _LOADS_UNDER_WAY - 1]]
-        load.submitted.add(layer)
-        return load.submission.submit(layer)
+        for host, device, submission in self._loads:
+            if host is host_indices and device is device_indices and layer not in submission.submitted:
+                return submission.submit(layer)
+        submission = self.begin(pool, Direction.LOAD, host_indices, device_indices)
+        self._loads = [(host_indices, device_indices, submission), *self._loads[: _LOADS_UNDER_WAY - 1]]
+        return submission.submit(layer)
 
     def begin(
         self, pool: Any, direction: Direction, host_indices: torch.Tensor, device_indices: torch.Tensor

@@ -288,8 +288,8 @@ _STORAGE_ARGUMENTS = (
 class LaunchFacts:
     """``kv_cache_dtype`` is what the KV pools hold ("float8_e4m3fn", "bfloat16", ...), None outside a server.
 
-    ``role`` is what the server does in a disaggregated pair; ``metrics`` whether it has a Prometheus endpoint.
-    ``drafts`` are model path and revision of draft models; ``lora`` whether requests may name an adapter.
+    ``role`` is what the server does in a disaggregated pair. ``drafts`` are model path and revision of draft models;
+    ``lora`` whether requests may name an adapter.
     """
 
     model_path: str | None = None
@@ -309,12 +309,8 @@ class LaunchFacts:
     """Whether ranks that otherwise hold the same KV hold stripes or layers of it."""
     role_may_change: bool = False
     """Whether SGLang may turn a prefill into a decode server while it runs, or the other way round."""
-    metrics: bool = False
-    port: int | None = None
     config_file: str | None = None
     """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
-    prefetch_policy: str | None = None
-    """What ends SGLang's wait for pages from storage."""
 
 
 def read_launch_facts() -> LaunchFacts:
@@ -355,10 +351,7 @@ def _facts_of_server() -> LaunchFacts:
         role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
         parts_of_pages=bool(resolved("enable_kv_cache_sharding") or resolved("enable_dsa_cache_layer_split")),
         role_may_change=bool(resolved("enable_pd_role_switch")),
-        metrics=bool(resolved("enable_metrics")),
-        port=resolved("port"),
         config_file=_config_file(),
-        prefetch_policy=resolved("hicache_storage_prefetch_policy"),
     )
 
 

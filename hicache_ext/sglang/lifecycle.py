@@ -27,7 +27,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.sglang import kernel_hooks
-from hicache_ext.sglang.launch_arguments import longest_prompt, read_launch_facts, unicode_text
+from hicache_ext.sglang.launch_arguments import longest_prompt, read_launch_facts, resolved_or, unicode_text
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.process import attached
@@ -54,6 +54,7 @@ from hicache_ext.sglang.used_names import (
 )
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import TierReports
+from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.serving.kv_hints import KvHints, Said
 from hicache_ext.storage.tiering import observers
@@ -88,7 +89,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._facts.role_may_change:
             reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
             raise UnsupportedError("--enable-pd-role-switch", reason, "leave it out, or the storage backend")
-        self._logical_page_size = getattr(storage_config, "logical_page_size", None)
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
         if self._facts.config_file is not None and os.path.isfile(self._facts.config_file):
@@ -106,12 +106,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
-        self._also_counted: list[TierMetrics] = []
-        self._level_setters: list[Callable[[], None]] = []
+        self._also_counted: list[tuple[TierMetrics, Callable[[], None]]] = []
         self._log = LimitedLog(logger, 1.0)
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
-        self._found_all = False
         kernel_hooks.use(make_selector(self._config.kernels))
         # SGLang constructs its backend on the scheduler's thread. Outside a server no thread is one that must not wait.
         self._scheduler = threading.get_ident() if self._facts.model_path is not None else None
@@ -196,7 +194,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 view=view,
                 # What lossy codecs restore differs from what is computed, and nothing is wrong.
                 distrust=None if config.lossy_codecs else self.distrust,
-                port=self._facts.port,
+                port=resolved_or("port", None),
             )
             if self._config_file is not None:
                 closing.callback(self._config_file.close)
@@ -209,7 +207,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if config.pd.hints.enabled and config.role == "prefill":
             from hicache_ext.sglang.announcements import hint_receiver
 
-            hints = hint_receiver(config, self.served, lambda: self._store)
+            hints = hint_receiver(config, self.served, self._store)
             closing.callback(lambda: hints.close(_HINTS_AWAITED))
             self.export_also(hints.metrics)
         if speaks:
@@ -217,11 +215,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if speaks and config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
-            events = kv_events(config, ranks, self.served, lambda: self._store)
+            events = kv_events(config, config.events, ranks, self.served, self._store)
             if events is not None:
                 closing.callback(events.close)
                 self.export_also(events.metrics)
-        if self._facts.metrics:
+        if resolved_or("enable_metrics", False):
             from hicache_ext.storage.serving.metrics_export import export_if_possible
 
             exporter = export_if_possible(self._export_sources, _process_labels(ranks))
@@ -231,8 +229,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _page_size(self) -> int:
         """Tokens of a page; 0 while it is not known."""
         pool = self.served.usable(KV)
-        of_pool = 0 if pool is None or pool.pages is None else pool.pages.page_size
-        return int(self._logical_page_size or of_pool) if of_pool else 0
+        return 0 if pool is None or pool.pages is None else self.served.page_size
 
     def _begin_kv_hints(self, ranks: HiCacheStorageConfig, closing: ExitStack) -> None:
         def fetch(page_hashes: Sequence[bytes]) -> Mapping[str, int]:
@@ -308,13 +305,22 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             keys = request.extra_key, request.cache_salt
             owners.offer(owners.tenant_of(said, *keys), request.origin_input_ids, *keys, self._page_size())
 
+    @answering(lambda *_, **__: 0)
+    def stored_leading(self, keys: Sequence[str], name: str = KV) -> int:
+        """Leading pages of which a prefill node finds every part in the pool [pd writer, hints]."""
+        pool = self.served.usable(name)
+        if pool is None:
+            return 0
+        of_first = PageKeys.of_hashes(pool.digests[0], keys)
+        return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)
+
     def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
         if not self._config.pd.hints.enabled or self._ranks_before_this:
             return None
         from hicache_ext.sglang.announcements import hint_sender
 
-        return hint_sender(self._config, self.served, lambda: self._store, metrics)
+        return hint_sender(self._config, self.served, self._store, metrics, self.stored_leading)
 
     # -- administration --------------------------------------------------------------------------------------------
 
@@ -349,11 +355,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Export the counts of something beside the tiers together with theirs, as long as this backend lives.
 
         ``set_levels`` is called before each export [exporter]."""
-        self._also_counted.append(metrics)
-        self._level_setters.append(set_levels)
+        self._also_counted.append((metrics, set_levels))
 
     def _export_sources(self) -> list[TierMetrics]:
-        for set_levels in self._level_setters:
+        for _, set_levels in self._also_counted:
             set_levels()
         self._failures.set_level("distrusted", "", float(self.served.distrusted))
         self._failures.set_level("serving", "", float(not self.served.unavailable))
@@ -361,14 +366,15 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures.set_level("config_in_force", "", float(in_force))
         for pool in list(self.served.bound) + list(self.served.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self.served.unserved))
-        beside = [self._failures, kernel_metrics, *self._also_counted]
+        beside = [self._failures, kernel_metrics, *[metrics for metrics, _ in self._also_counted]]
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 
     def _warn_at_start(self) -> None:
         if self._facts.model_path is None:
             return
-        if self._facts.prefetch_policy == "best_effort" and self._config.role != "decode":
+        policy = resolved_or("hicache_storage_prefetch_policy", None)
+        if policy == "best_effort" and self._config.role != "decode":
             logger.warning(
                 "hicache_ext: --hicache-storage-prefetch-policy best_effort: SGLang waits for no page, so that on an "
                 "idle server nothing comes from storage; timeout (its default) and wait_complete wait"

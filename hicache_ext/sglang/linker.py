@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,14 +28,15 @@ from hicache_ext.config import ExtraConfig, check_document, load_config, read_do
 from hicache_ext.config.model import SECTION
 from hicache_ext.config.problems import did_you_mean
 from hicache_ext.errors import ConfigError, UnsupportedError
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import ThreadPool
+from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.launch_arguments import configuration_given_as
 from hicache_ext.sglang.lifecycle import refuse_release_without
 from hicache_ext.sglang.linking.ahead import OUTCOMES, ReadAhead
-from hicache_ext.sglang.linking.staging import Pages, Staging, pages_of
-from hicache_ext.sglang.linking.transfers import Loads, Offloads
+from hicache_ext.sglang.linking.offloads import Offloads
+from hicache_ext.sglang.linking.staging import Pages, Portion, Staging, pages_of, release
 from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.releases import end_registration, installed_release
@@ -79,7 +82,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         self._params = params
         self._staging = Staging(params, set(components), settings.staging)
         self._closed = False
-        try:
+        with ExitStack() as undoing:
+            undoing.callback(self._staging.destroy)
             from sglang.srt.runtime_context import get_serving
 
             # What SGLang would give a storage backend: model, ranks, and the configuration.
@@ -87,10 +91,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             ranks = self._staging.controller._generate_storage_config(model, dict(document))
             with configuration_given_as(None if file is None else f"@{file}"):
                 self._backend = HiCacheExtBackend(ranks, {})
-        except BaseException:
-            self._staging.destroy()
-            raise
-        try:
+            undoing.callback(self._backend.close)
             self._register_pools()
             self._writer = bool(ranks.is_storage_writer)
             self.pools = {entry.name: entry.host_pool for entry in self._staging.group.entries}
@@ -104,14 +105,15 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._ahead = ReadAhead(
                 *shared, self._threads, self._backend, settings.load_timeout, lambda mine: agreed(self._params, mine)
             )
-            self._loads = Loads(*shared, self._threads, self.layer_done_counter)
+            self._ready: dict[str, list[Portion]] = {}
+            """Loads of requests whose batch has not started."""
+            self._started: dict[int, Call[None]] = {}
+            """Those under way, by the number of their batch."""
+            self._log = LimitedLog(logger)
             self._offloads = Offloads(*shared, self._backend)
             self._backend.export_also(self._metrics, self._set_levels)
             self._backend.declare_failures(guarded_calls(type(self)))
-        except BaseException:
-            self._backend.close()
-            self._staging.destroy()
-            raise
+            undoing.pop_all()
         logger.info(
             "hicache_ext: external linker of SGLang %s, pools %s, %d layers, %d MiB of staging memory",
             installed_release(),
@@ -153,6 +155,9 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         return [] if self._closed else self._ahead.restorable(rid, transfers)
 
     # -- loads -----------------------------------------------------------------------------------------------------
+    # Pages were read and verified while their request was in the queue, before SGLang is told that they will come: what
+    # is not there is computed, and no request of a batch can fail because a page was missing. When the batch starts,
+    # they move layer by layer.
 
     @answering(lambda *_, **__: False)
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -172,8 +177,21 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         return everywhere
 
     @answering(lambda *_, **__: False)
-    def _load_here(self, rid: str, pages: list[Pages]) -> bool:
-        return self._loads.add(rid, pages, self._ahead.pages_of(rid))
+    def _load_here(self, rid: str, wanted: list[Pages]) -> bool:
+        """Whether all wanted pages of a request are among those that were read ahead; they wait for the start then."""
+        ahead = self._ahead.pages_of(rid)
+        outcome = "error"
+        try:
+            # For pages that were added before, SGLang has been given the word.
+            complete = rid not in self._ready and _given_places(ahead, wanted)
+            outcome = "read" if complete else "missing"
+        finally:
+            self._metrics.add("load", outcome)
+            if outcome == "read":
+                self._ready[rid] = ahead
+            else:
+                release(ahead)
+        return complete
 
     @answering(lambda *_, **__: False)
     def _agreed_alone(self, read: bool) -> bool:
@@ -181,15 +199,63 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: -1)
     def start_layer_wise_loading(self) -> int:
-        return self._loads.start(self.record_offload_ready())
+        """Begin to move the pages of all requests that are ready; the batch's number, -1 where there are none."""
+        # They say when the device slots may be written: recorded after ``load``, which picks them, on the same stream.
+        events = self.record_offload_ready()
+        portions = [portion for ready in self._ready.values() for portion in ready]
+        self._ready.clear()
+        if not portions:
+            return -1
+        index: int = self.layer_done_counter.update_producer()
+        try:
+            self._started[index] = self._threads.start(lambda: self._move(index, portions, events))
+        except RuntimeError as error:
+            self._fail(index, error)
+            release(portions)
+        return index
 
     @answering(lambda *_, **__: False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self._loads.finish(counter_index)
+        """Wait until the batch is on the device; whether all of it is. Nothing of it is written any more then."""
+        landed = bool(self.layer_done_counter.finish(counter_index))
+        call = self._started.pop(counter_index, None)
+        if call is not None:
+            # Its layers are done: what is left of it is to give memory back.
+            call.ended_within(threading.TIMEOUT_MAX)
+        return landed
 
     @answering(lambda *_, **__: False)
     def cancel_queued_load(self, rid: str) -> bool:
-        return self._loads.cancel(rid)
+        """Forget a request whose batch has not started; from the return on its slots are not written."""
+        portions = self._ready.pop(rid, [])
+        release(portions)
+        return bool(portions)
+
+    def _end_loads(self, seconds: float) -> None:
+        """Forget everything that was not started, and wait for what was: it only copies."""
+        for rid in list(self._ready):
+            release(self._ready.pop(rid))
+        for call in self._started.values():
+            call.ended_within(seconds)
+        self._started.clear()
+        self.layer_done_counter.reset()
+
+    def _move(self, index: int, portions: Sequence[Portion], events: Sequence[Any]) -> None:
+        """[a thread of each batch]"""
+        try:
+            self._staging.enter_thread()
+            for event in events:
+                event.synchronize()
+            self._staging.scatter(portions, lambda layer: self.layer_done_counter.complete(index, layer))
+        except BaseException as error:  # noqa: BLE001 - SGLang waits for every layer
+            self._fail(index, error)
+        finally:
+            release(portions)
+
+    def _fail(self, index: int, error: BaseException) -> None:
+        self._metrics.add("load", "copy_failed")
+        self._log.log(logging.ERROR, "copy", "hicache_ext: a batch was not loaded: %s", error, exc_info=error)
+        self.layer_done_counter.fail(index, error)
 
     # -- offloads --------------------------------------------------------------------------------------------------
 
@@ -222,7 +288,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         """Forget what SGLang waits for. What it handed over is stored, as far as it could leave the device within
         seconds; from the return on the device is neither read nor written."""
         self._ahead.reset()
-        self._loads.reset()
+        self._end_loads(threading.TIMEOUT_MAX)
         self._offloads.reset()
 
     @answering(lambda *_, **__: None)
@@ -231,7 +297,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             return
         self._closed = True
         self._ahead.reset()
-        self._loads.reset(_CLOSE_WAIT)
+        self._end_loads(_CLOSE_WAIT)
         ended = self._threads.close(_CLOSE_WAIT) == 0
         ended = self._offloads.close(_CLOSE_WAIT, self._drain) and ended
         self._backend.close()
@@ -278,6 +344,21 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
                 if self._writer or self._backend.served.on_every_rank(name):
                     pools[name] = pool
         return pools
+
+
+def _given_places(ahead: list[Portion], wanted: Sequence[Pages]) -> bool:
+    """Give pages that were read ahead their places on the device, and let go of those that have none; whether all
+    that are wanted are among them."""
+    by_source = {pages.source: pages for pages in wanted}
+    for portion in list(ahead):
+        pages = by_source.get(portion.pages.source)
+        if pages is not None:
+            portion.give_places(pages)
+        if pages is None or not portion.pages.keys:
+            ahead.remove(portion)
+            portion.release()
+    found = {(portion.pages.source, key) for portion in ahead for key in portion.pages.keys}
+    return all((pages.source, key) in found for pages in wanted for key in pages.keys)
 
 
 # -- what all ranks of a deployment must decide alike ------------------------------------------------------------------

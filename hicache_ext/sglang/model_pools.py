@@ -69,7 +69,7 @@ class ModelPools:
         """Component -> the pools that lie on its pages; its own comes last."""
         self.page_sizes = {source: int(self.host_pools[source].page_size) for source in self.pools_on}
 
-    def operation(self, number: int, parts: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> Any:
+    def operation(self, parts: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> Any:
         """What SGLang's controller moves: the pages of the anchor, and beside it those of the other pools.
 
         ``parts``: component, host indices, device indices.
@@ -86,7 +86,7 @@ class ModelPools:
         return CacheOperation(
             _joined(host.pop(anchor, [nothing])),
             _joined(device.pop(anchor, [on_device])),
-            number,
+            -1,  # nobody asks for it by number
             pool_transfers=[
                 PoolTransfer(PoolName(name), host_indices=_joined(host[name]), device_indices=_joined(device[name]))
                 for name in host

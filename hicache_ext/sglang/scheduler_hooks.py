@@ -28,9 +28,6 @@ _log = LimitedLog(logger, 60.0)
 
 _unstored: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests of which nothing is to be written."""
-_unstored_ids: dict[int, None] = {}
-"""The hashes of their ids, the last ones: SGLang may have dropped a request before its look-up is recorded."""
-_MOST_UNSTORED_IDS = 1 << 16
 _heard: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests whose tenants were looked for, and whose hints were followed."""
 
@@ -59,9 +56,6 @@ def before_queued(scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
             # SGLang puts its KV into no tree, from which it would be written to host memory and to storage.
             req.skip_radix_cache_insert = True
             _unstored.add(req)
-            _unstored_ids[hash(req.rid)] = None
-            if len(_unstored_ids) > _MOST_UNSTORED_IDS:
-                del _unstored_ids[next(iter(_unstored_ids))]
         # The pages of a bigram are hashed in another way.
         ignore = "unsupported" if scheduler.spec_algorithm.is_eagle() else ""
         for backend in backends:
@@ -243,12 +237,12 @@ def _record(recorder: Any, operation: Any, answered: int, found: dict[str, int])
     if not isinstance(rid, str) or not all(isinstance(page, str) for page in pages):
         raise TypeError
     request = _requests.get(rid)
-    if is_unstored(request) or hash(rid) in _unstored_ids:
-        return
+    if request is None or is_unstored(request):
+        return  # where SGLang has dropped it meanwhile, nobody can tell whether it may be recorded
     matched = getattr(request, "storage_prefetch_last_match_len", None)
     matched = matched if isinstance(matched, int) else None
     before = before if isinstance(before, str) else None
-    prompt = len(request.origin_input_ids) if request is not None else None
+    prompt = len(request.origin_input_ids)
     recorder.ask(rid, pages, before=before, answered=answered, found=found, prompt=prompt, matched=matched)
 
 

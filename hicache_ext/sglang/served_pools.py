@@ -115,6 +115,13 @@ class ServedPools:
         """
         return None if self.unavailable else self.bound.get(name)
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of KV; 0 while it is not known."""
+        kv = self.bound.get(KV)
+        of_pool = 0 if kv is None or kv.pages is None else kv.pages.page_size
+        return int(getattr(self._ranks, "logical_page_size", None) or of_pool)
+
     def bind_beside(self, name: str, pool: Any) -> None:
         """A host pool beside the first, at any time. Never raises: SGLang registers some when it already serves.
 

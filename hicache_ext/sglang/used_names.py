@@ -69,7 +69,6 @@ class Use:
 
     ``takes``: the parameters that are used of a function (``names`` is one then), without ``self``; "name?" need not be
     there. ``answered``: SGLang calls, and a function of ours answers, which ignores what comes behind these.
-    ``class_as``: the function constructs a class of ours that it holds under this name; ``takes`` is of that call.
     ``may_go``: nothing is lost without it. ``before``: the release from which on it is gone, or not needed. ``hook``:
     our function that is hooked on it, "module.name" of this package; its first word is SGLang's HookType.
     """
@@ -81,7 +80,6 @@ class Use:
     answered: bool = False
     since: str = ""
     hook: str = ""
-    class_as: str = ""
     may_go: bool = False
     before: str = ""
 
@@ -104,7 +102,7 @@ class Use:
 _TABLE = """
 storage
   mem_cache.storage.backend_factory.StorageBackendFactory
-    _create_dynamic_backend(storage_config kwargs?) <- class backend_class
+    _create_dynamic_backend
   mem_cache.hicache_storage.HiCacheStorage
     register_mem_pool_host(mem_pool_host) <-
     register_mem_host_pool_v2(host_pool host_pool_name) <-
@@ -312,7 +310,7 @@ KV events
   disaggregation.kv_events.BlockStored: block_hashes parent_block_hash token_ids block_size lora_id medium
 external linker
   mem_cache.unified_cache.linker_factory
-    create_unified_cache_linker(server_args params components extra_config forward_stream?) <- class linker_cls
+    create_unified_cache_linker
   mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker
     lookup(rid transfers) <-
     load(rid transfers) <-
@@ -330,7 +328,6 @@ external linker
     update_producer complete fail finish reset
   mem_cache.hicache_storage.HiCacheStorageConfig: is_storage_writer
   mem_cache.pool_host.base: host_memory_budget_scope
-  mem_cache.pool_host.base.HostKVCache: size_per_token
   mem_cache.pool_host.group.HostPoolGroup: entries
   mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController
     device transfer_layer_id_max l2_transfer_engine move_hybrid_indices _move_write_operation _l2_transfers
@@ -359,12 +356,9 @@ external linker
 """
 """Features, below each its owners in ``sglang.srt``, and what is used of these: names that are read; a function that is
 called, with its parameters; one that SGLang calls and ours answers (``<-``); one that ours is hooked on
-(``<- function``), with the parameters that ours knows, if any; one that constructs a class of ours (``<- class``, and
-the name under which it holds it)."""
+(``<- function``), with the parameters that ours knows, if any."""
 
-_MEMBER = re.compile(
-    r"(?:since (\S+) )?(?:before (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)(?: (class )?(\S+))?)?"
-)
+_MEMBER = re.compile(r"(?:since (\S+) )?(?:before (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)(?: (\S+))?)?")
 
 
 def _read(table: str) -> Iterator[Use]:
@@ -385,11 +379,10 @@ def _read(table: str) -> Iterator[Use]:
                 continue  # its members are below it
         if (found := _MEMBER.fullmatch(text)) is None:
             raise ValueError(f"{owner}: {text}")
-        since, before, may_go, names, takes, arrow, is_class, ours = found.groups(default="")
+        since, before, may_go, names, takes, arrow, ours = found.groups(default="")
         answered = bool(arrow) and found[5] is not None
         use = Use(f"sglang.srt.{owner}", tuple(names.split()), features, tuple(takes.split()), answered, since)
-        use = replace(use, may_go=bool(may_go), before=before)
-        yield replace(use, class_as=ours if is_class else "", hook="" if is_class else ours)
+        yield replace(use, may_go=bool(may_go), before=before, hook=ours)
 
 
 USED: tuple[Use, ...] = tuple(_read(_TABLE))
@@ -478,10 +471,9 @@ def _looked_up(sources: Sources, use: Use) -> tuple[tuple[str, ...], tuple[str, 
         return () if use.may_go else tuple(f"{use.owner}.{' or '.join(name.split('|'))}" for name in gone), ()
     if not use.takes and not use.answered:
         return (), ()
-    parameters = sources.parameters(use.owner, use.names[0]) if not use.class_as else sources.handed_to_class(use)
+    parameters = sources.parameters(use.owner, use.names[0])
     if parameters is None:
-        # A class that is constructed in another way is given what it lacks, or says so itself.
-        return () if use.class_as else (f"{use.target} as a function",), ()
+        return (f"{use.target} as a function",), ()
     wanted = [name.removesuffix("?") for name in use.takes]
     there = [name for name in parameters.positional if name in wanted]
     new = [name for name in (*parameters.positional, *parameters.keywords) if name not in wanted]
@@ -554,21 +546,6 @@ class Sources:
         keywords = [argument.arg for argument in arguments.kwonlyargs]
         required |= {name for name, default in zip(keywords, arguments.kw_defaults, strict=True) if default is None}
         return _Parameters(tuple(named), tuple(keywords), frozenset(required), arguments.kwarg is not None)
-
-    def handed_to_class(self, use: Use) -> _Parameters | None:
-        """What a function hands to the class that it holds as ``use.class_as``; positions have the names of ``use``."""
-        function = self._function(use.owner, use.names[0])
-        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)] if function is not None else []
-        calls = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == use.class_as]
-        if not calls:
-            return None
-        first = min(calls, key=lambda call: call.lineno)
-        known = [name.removesuffix("?") for name in use.takes]
-        positional = [*known, *(f"argument {number + 1}" for number in range(len(known), len(first.args)))]
-        named = [keyword.arg for keyword in first.keywords if keyword.arg is not None]
-        return _Parameters(
-            tuple(positional[: len(first.args)]), tuple(named), frozenset(), len(named) < len(first.keywords)
-        )
 
     def _fields(self, owner: str) -> _Parameters | None:
         """Of a dataclass, those of its base classes first."""

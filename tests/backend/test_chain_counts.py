@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +83,10 @@ def test_pages_in_several_parts_count_part_by_part(open_backend: Callable[..., A
     assert backend.batch_exists(chain) == 4
     assert backend.batch_get_v1(chain[:4], indices(4)) == [True] * 4
     assert counts(backend) == [(12, 8, 8)] * 2
+
+
+def test_a_recording_says_how_long_all_parts_of_a_page_are(open_backend: Callable[..., Any], tmp_path: Path) -> None:
+    pool = mha_pools(layout="page_head", page_size=PAGE_SIZE).host
+    record = {"path": str(tmp_path / "recordings")}
+    backend = open_backend(pool, {"record": record}, tp_lcm_size=2, is_page_first_layout=True)
+    assert backend._recorder._facts()["page_bytes"] == PAGE_SIZE * pool.size_per_token

@@ -97,7 +97,7 @@ def test_what_the_tests_of_storage_encode_by_hand_reads_as_what_sglang_encodes()
     stored, removed = np.array([1, -2]), np.array([3])
     changes = [Change(Kind.CLEARED), Change(Kind.STORED, "DISK", stored), Change(Kind.REMOVED, "EXTERNAL", removed)]
     ours = msgspec.msgpack.decode(encode(changes))
-    theirs = msgspec.msgpack.decode(_encoder(SimpleNamespace(logical_page_size=16), lambda: None, 0)(changes))
+    theirs = msgspec.msgpack.decode(_encoder(lambda: 16, 0)(changes))
     assert ours[2] == theirs[2]
     for event, whole in zip(ours[1], theirs[1], strict=True):
         assert event.items() <= whole.items()

@@ -117,7 +117,7 @@ def test_only_a_hit_is_put_into_the_pool(result: GetResult) -> None:
 
     pages = CopiedPages(host, "mamba")
     keys = host_pool.PageKeys.of_hashes(bytes(16), KEYS[:3])
-    assert pages.read(keys, np.array([1, 4, 8]), half_written) == [result, GetResult.HIT, result]
+    assert pages.read([keys], np.array([1, 4, 8]), half_written) == [result, GetResult.HIT, result]
     after = [page_content(host, page) for page in range(13)]
     assert after[4] == b"\xee" * pages.page_bytes
     assert after[:4] + after[5:] == before[:4] + before[5:]

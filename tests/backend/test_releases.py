@@ -46,7 +46,6 @@ from tests.rigs.host_pool_kinds import mla_pools  # noqa: E402
 
 MANAGER = "srt/disaggregation/decode_kvcache_offload_manager.py"
 STORAGE_ABC = "srt/mem_cache/hicache_storage.py"
-LINKERS = "srt/mem_cache/unified_cache/linker_factory.py"
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------
@@ -181,7 +180,6 @@ def next_release() -> Callable[..., list[Checked]]:
             (DECODE_WRITER, LINKER),
             "HostPoolGroup.alloc as it is used (it is with owner)",
         ),
-        (LINKERS, "components=components,", "parts=components,", LINKER, "(it is without components)"),
         ("srt/arg_groups/fields/lora.py", "enable_lora:", "lora:", STORAGE, "ServerArgs.enable_lora"),
         (MANAGER, "self.ongoing_offload", "self.offloads", DECODE_WRITER, "ongoing_offload"),
         (MANAGER, "def offload_kv_cache(self, req)", "def offload_kv_cache(self, req, now)", DECODE_WRITER, "with now"),
@@ -214,16 +212,8 @@ def test_a_name_that_goes_costs_the_feature_that_needs_it_and_no_other(
             "HiCacheStorage.get(tag, hint)",
         ),
         (MANAGER, "offload_kv_cache(self, req)", "offload_kv_cache(self, req, now=None)", "offload_kv_cache(now)"),
-        (
-            "srt/mem_cache/storage/backend_factory.py",
-            "backend_class(storage_config, kwargs)",
-            "backend_class(storage_config, kwargs, mem_pool_host, later=1)",
-            "StorageBackendFactory._create_dynamic_backend(argument 3, later)",
-        ),
-        (LINKERS, "forward_stream=forward_stream,\n", "later=1,\n", "create_unified_cache_linker(later)"),
         # Ours construct nothing here that they are not told of, and call nothing with it.
         ("srt/mem_cache/pool_host/group.py", "start_owner: int | None = None", "owner: Any = None", ""),
-        (LINKERS, "linker_cls(", "chosen(", ""),
         # What SGLang has announced.
         (STORAGE_ABC, "    is_mla_model:", "    is_rank_replicated:", ""),
         (STORAGE_ABC, "    # TODO: Deprecate\n    @abstractmethod\n    def batch_get(", "    def batch_read(", ""),

@@ -341,7 +341,7 @@ class PrefillNode:
         for name in self.pools.pools_on[source]:
             moved = self.backend.batch_get_v2([PoolTransfer(PoolName(name), host_indices=host, keys=keys)])
             found = [was and now for was, now in zip(found, moved[PoolName(name)], strict=True)]
-        operation = self.pools.operation(1, [(source, host, rig.indices_of(self.pools.page_sizes[source], places))])
+        operation = self.pools.operation([(source, host, rig.indices_of(self.pools.page_sizes[source], places))])
         controller = self.pools.controller
         controller.l2_transfer_engine.submit_host_to_device(
             controller._l2_load_transfers(*controller.move_hybrid_indices(operation)),

@@ -157,7 +157,7 @@ class Node:
     def __init__(
         self,
         host_slots: int = 400,
-        minimum: Any = None,
+        minimum: Any = list,
         hints: Any = None,
         stride: int = 8,
         prefix_grace: float = 0.0,

@@ -229,7 +229,7 @@ class Staging(ModelPools):
             yield
 
     def _operation(self, portions: Sequence[Portion]) -> Any:
-        return self.operation(-1, [(p.pages.source, p.host_indices, p.pages.device_indices) for p in portions])
+        return self.operation([(p.pages.source, p.host_indices, p.pages.device_indices) for p in portions])
 
 
 @contextmanager

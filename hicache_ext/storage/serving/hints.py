@@ -84,7 +84,7 @@ class HintSender:
         board: Board,
         scope: Callable[[], bytes],
         metrics: TierMetrics,
-        in_pool: Callable[[Sequence[bytes]], int] = len,
+        in_pool: Callable[[Sequence[str]], int] = len,
     ) -> None:
         """``in_pool``: how many of these pages, from the first on, another node finds."""
         self._board = board
@@ -110,7 +110,7 @@ class HintSender:
         while self._waiting and not self._loop.stopping:
             announced, page_hashes = self._waiting.popleft()
             try:
-                chosen = tuple(page_hash_bytes(page_hash) for page_hash in page_hashes[:MOST_PAGES_OF_A_HINT])
+                chosen = page_hashes[:MOST_PAGES_OF_A_HINT]
                 present = self._in_pool(chosen)
                 if present < len(chosen) and time.monotonic() - announced < _PAGES_AWAITED:
                     # On their way: a tier that is written in the background.
@@ -122,13 +122,13 @@ class HintSender:
                 self._log.log(logging.WARNING, "send", "hicache_ext: a hint was not sent: %s", error)
         return math.inf
 
-    def _send(self, chosen: tuple[bytes, ...], announced: int) -> None:
+    def _send(self, chosen: Sequence[str], announced: int) -> None:
         if not chosen:
             self._metrics.add("hint", "absent")
             return
         if announced > MOST_PAGES_OF_A_HINT:
             self._metrics.add("hint", "too_long")
-        self._board().post_hint(encode(Hint(self._scope(), time.time(), chosen)))
+        self._board().post_hint(encode(Hint(self._scope(), time.time(), tuple(map(page_hash_bytes, chosen)))))
         self._metrics.add("hint", "sent")
 
 

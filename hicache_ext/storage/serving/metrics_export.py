@@ -236,36 +236,28 @@ _WHEN_GONE = {"tier_up": math.nan}
 
 
 @functools.lru_cache(None)
+def _family(kind: str, name: str, about: str, *labels: str, **more: Any) -> Any:
+    import prometheus_client
+
+    return getattr(prometheus_client, kind)(name, about, [*labels, *_LABELS], registry=None, **more)
+
+
 def _counter(event: str) -> Any:
-    from prometheus_client import Counter
-
-    return Counter(metric_name(event), _help(event), ["tier", "reason", *_LABELS], registry=None)
+    return _family("Counter", metric_name(event), _help(event), "tier", "reason")
 
 
-@functools.lru_cache(None)
 def _gauge(name: str) -> Any:
-    from prometheus_client import Gauge
-
-    labels = ["tier", "reason", *_LABELS]
-    return Gauge(metric_name(name), _help(name), labels, registry=None, multiprocess_mode="mostrecent")
+    labels = "tier", "reason"
+    return _family("Gauge", metric_name(name), _help(name), *labels, multiprocess_mode="mostrecent")
 
 
-@functools.lru_cache(None)
 def _build_info() -> Any:
-    from prometheus_client import Gauge
-
-    labels = ["version", *_LABELS]
-    return Gauge(BUILD_INFO, "Always 1; what runs.", labels, registry=None, multiprocess_mode="mostrecent")
+    return _family("Gauge", BUILD_INFO, "Always 1; what runs.", "version", multiprocess_mode="mostrecent")
 
 
-@functools.lru_cache(None)
 def _histogram() -> Any:
-    from prometheus_client import Histogram
-
-    documentation = "Seconds of whole calls on a tier, by operation."
-    return Histogram(
-        CALL_SECONDS, documentation, ["tier", "operation", *_LABELS], buckets=LATENCY_BOUNDS, registry=None
-    )
+    about = "Seconds of whole calls on a tier, by operation."
+    return _family("Histogram", CALL_SECONDS, about, "tier", "operation", buckets=LATENCY_BOUNDS)
 
 
 def _help(counted: str) -> str:

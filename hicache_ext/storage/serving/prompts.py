@@ -28,6 +28,7 @@ from hicache_ext.storage.contract.transforming.known_forms import stored_keys
 from hicache_ext.storage.tiering.tier_use import TieringSettings, tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.inspection import open_inspector
+from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64
@@ -98,22 +99,18 @@ def warm(
         for prompt in prompts
     ]
     total = sum(len(keys) for _, keys in keys_of_chains)
-    report, done = Counter(present=0, fetched=0, absent=0, failed=0, payload_bytes=0), 0
+    report, done = Counter(present=0, fetched=0, failed=0, payload_bytes=0), 0
     for pool, keys in keys_of_chains:
-        left = len(keys)
         page_bytes = sum(pool["segments"])
         at_once = max(1, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // page_bytes))
         for first in range(0, len(keys), at_once):
-            portion = keys[first : first + at_once]
-            complete = _warm_portion(source, target, portion, page_bytes, report)
-            left -= len(portion)
-            done += len(portion)
-            progress(done, total)
+            complete = _warm_portion(source, target, keys[first : first + at_once], page_bytes, report)
+            progress(done + min(first + at_once, len(keys)), total)
             if not complete and pool["name"] == KV_POOL:
                 break
-        report["absent"] += left
-        done += left
+        done += len(keys)
         progress(done, total)
+    report["absent"] = total - report["present"] - report["fetched"] - report["failed"]
     return report
 
 
@@ -137,14 +134,9 @@ def _warm_portion(
         return True
     memory = [bytearray(page_bytes) for _ in missing]
     batch = PageBatch(missing, [[memoryview(page)] for page in memory])
-    found: list[int] = []
-    for position, result in enumerate(source.get(batch)):
-        if result is GetResult.HIT:
-            found.append(position)
-        elif result is GetResult.MISS:
-            report["absent"] += 1
-        else:
-            report["failed"] += 1
+    results = source.get(batch)
+    found = [position for position, result in enumerate(results) if result is GetResult.HIT]
+    report["failed"] += len(missing) - len(found) - results.count(GetResult.MISS)
     stored = [result.durable for result in target.set(batch.select(found))]
     report["fetched"] += sum(stored)
     report["failed"] += stored.count(False)
@@ -165,15 +157,19 @@ def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ())
             }
     for tier in config.tiers.values():
         for path in tier.directories() if tier.keeps_identities else ():
-            for file in sorted(Path(path).glob("identities/*.json")):
-                try:
-                    digest = bytes.fromhex(file.stem)
-                except ValueError:
-                    continue
-                document = load_document(Path(path), digest)
-                if document is not None and _describes(document, digest):
+            for digest, document in sorted(documents_in(Path(path))):
+                if _describes(document, digest):
                     documents[digest] = document
     return documents
+
+
+def documents_in(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield the identities that a directory knows, each with its document."""
+    for file in (path / "identities").glob("*.json"):
+        if IDENTITY_NAME.fullmatch(file.stem):
+            digest = bytes.fromhex(file.stem)
+            if (document := load_document(path, digest)) is not None:
+                yield digest, document
 
 
 def no_identity(config: HicacheExtConfig, tiers: Iterable[str], unread: Iterable[str] = ()) -> WarmError:

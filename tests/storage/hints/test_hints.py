@@ -209,7 +209,7 @@ def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.Monkey
     board, metrics, present = MemoryBoard(), TierMetrics("test"), [0]
     looked: list[int] = []
 
-    def in_pool(hashes: Sequence[bytes]) -> int:
+    def in_pool(hashes: Sequence[str]) -> int:
         looked.append(len(hashes))
         return present[0]
 

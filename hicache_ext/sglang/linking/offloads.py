@@ -1,4 +1,8 @@
-"""Pages on their way through the external linker: from the tiers to the device, and from the device to the tiers."""
+"""Device pages on their way to the store: gathered into staging memory by one thread, written by another.
+
+What counts as room is decided by what SGLang has handed over and not yet taken back, which all ranks see alike: SGLang
+keeps one list of what is under way, and a rank that refused on its own would answer for another rank's pages.
+"""
 
 from __future__ import annotations
 
@@ -13,133 +17,12 @@ from typing import Any
 
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import Call, ThreadPool
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
-from hicache_ext.sglang.linking.staging import Pages, Portion, Staging, release
-from hicache_ext.sglang.served_pools import BoundPool
+from hicache_ext.sglang.linking.staging import Pages, Portion, Staging
+from hicache_ext.sglang.served_pools import KV, BoundPool
 
 logger = logging.getLogger(__name__)
-
-
-# -- loads -------------------------------------------------------------------------------------------------------------
-# Pages on their way from staging memory to the device.
-#
-# They were read and verified while their request was in the queue (ahead.py), before SGLang is told that they will
-# come: what is not there is computed, and no request of a batch can fail because a page was missing. When the batch
-# starts, they move layer by layer. Reasons: docs/decisions/linker.md.
-
-
-class Loads:
-    """See the module docstring. Threads: every call on the scheduler's, and none waits for a store."""
-
-    def __init__(self, staging: Staging, metrics: TierMetrics, threads: ThreadPool, counter: Any) -> None:
-        """``counter``: SGLang's LayerWiseLoadCounter."""
-        self._staging, self._metrics, self._threads = staging, metrics, threads
-        self._counter = counter
-        self._log = LimitedLog(logger)
-        self._ready: dict[str, list[Portion]] = {}
-        """Of requests whose batch has not started."""
-        self._started: dict[int, Call[None]] = {}
-
-    def add(self, rid: str, wanted: Sequence[Pages], ahead: list[Portion]) -> bool:
-        """Whether all wanted pages of a request are among those that were read ahead; they wait for ``start`` then.
-
-        Else, and where this raises, the memory of ``ahead`` is given back.
-        """
-        outcome = "error"
-        try:
-            # For pages that were added before, SGLang has been given the word.
-            complete = rid not in self._ready and _given_places(ahead, wanted)
-            outcome = "read" if complete else "missing"
-        finally:
-            self._metrics.add("load", outcome)
-            if outcome == "read":
-                self._ready[rid] = ahead
-            else:
-                release(ahead)
-        return complete
-
-    def cancel(self, rid: str) -> bool:
-        """Forget a request whose batch has not started; from the return on its slots are not written."""
-        portions = self._ready.pop(rid, [])
-        release(portions)
-        return bool(portions)
-
-    def start(self, events: Sequence[Any]) -> int:
-        """Begin to move the pages of all requests that are ready; the batch's number, -1 where there are none.
-
-        ``events`` say when the device slots may be written. They were recorded after ``add``, which picks the places on
-        the device, on the same stream.
-        """
-        portions = [portion for ready in self._ready.values() for portion in ready]
-        self._ready.clear()
-        if not portions:
-            return -1
-        index: int = self._counter.update_producer()
-        try:
-            self._started[index] = self._threads.start(lambda: self._move(index, portions, events))
-        except RuntimeError as error:
-            self._fail(index, error)
-            release(portions)
-        return index
-
-    def finish(self, index: int) -> bool:
-        """Wait until the batch is on the device; whether all of it is. Nothing of it is written any more then."""
-        landed = bool(self._counter.finish(index))
-        call = self._started.pop(index, None)
-        if call is not None:
-            # Its layers are done: what is left of it is to give memory back.
-            call.ended_within(threading.TIMEOUT_MAX)
-        return landed
-
-    def reset(self, seconds: float = threading.TIMEOUT_MAX) -> None:
-        """Forget everything that was not started, and wait for what was: it only copies."""
-        for rid in list(self._ready):
-            self.cancel(rid)
-        for call in self._started.values():
-            call.ended_within(seconds)
-        self._started.clear()
-        self._counter.reset()
-
-    # -- threads ---------------------------------------------------------------------------------------------------
-
-    def _move(self, index: int, portions: Sequence[Portion], events: Sequence[Any]) -> None:
-        try:
-            self._staging.enter_thread()
-            for event in events:
-                event.synchronize()
-            self._staging.scatter(portions, lambda layer: self._counter.complete(index, layer))
-        except BaseException as error:  # noqa: BLE001 - SGLang waits for every layer
-            self._fail(index, error)
-        finally:
-            release(portions)
-
-    def _fail(self, index: int, error: BaseException) -> None:
-        self._metrics.add("load", "copy_failed")
-        self._log.log(logging.ERROR, "copy", "hicache_ext: a batch was not loaded: %s", error, exc_info=error)
-        self._counter.fail(index, error)
-
-
-def _given_places(ahead: list[Portion], wanted: Sequence[Pages]) -> bool:
-    """Give pages that were read ahead their places on the device, and let go of those that have none; whether all
-    that are wanted are among them."""
-    by_source = {pages.source: pages for pages in wanted}
-    for portion in list(ahead):
-        pages = by_source.get(portion.pages.source)
-        if pages is not None:
-            portion.give_places(pages)
-        if pages is None or not portion.pages.keys:
-            ahead.remove(portion)
-            portion.release()
-    found = {(portion.pages.source, key) for portion in ahead for key in portion.pages.keys}
-    return all((pages.source, key) in found for pages in wanted for key in pages.keys)
-
-
-# -- offloads ----------------------------------------------------------------------------------------------------------
-# Device pages on their way to the store: gathered into staging memory by one thread, written by another.
-#
-# What counts as room is decided by what SGLang has handed over and not yet taken back, which all ranks see alike:
-# SGLang keeps one list of what is under way, and a rank that refused on its own would answer for another rank's pages.
 
 _LOOK_AGAIN = 1.0
 """Seconds after which a wait for staging memory looks whether it is still wanted."""
@@ -154,7 +37,7 @@ class _Offload:
     pages: list[Pages]
     pools: dict[str, BoundPool]
     events: Sequence[Any]
-    cost: int
+    pages_of_kv: int
     generation: int
     begun: float = field(default_factory=time.monotonic)
     left: int = 1
@@ -166,7 +49,6 @@ class Offloads:
 
     def __init__(self, staging: Staging, metrics: TierMetrics, writer: HiCacheExtBackend) -> None:
         self._staging, self._metrics, self._writer = staging, metrics, writer
-        self._room = sum(self._bytes_of_page(source) * staging.most_pages(source) for source in staging.pools_on)
         self._log = LimitedLog(logger)
         self._lock = threading.Lock()
         self._moved_on = threading.Condition(self._lock)
@@ -187,13 +69,13 @@ class Offloads:
     def has_room(self, pages: Sequence[Pages]) -> bool:
         """Whether these pages may be handed over now; alike on all ranks. Something always may when nothing is."""
         with self._lock:
-            taken = sum(job.cost for job in self._handed_over)
-            return not self._handed_over or taken + self._cost(pages) <= self._room
+            taken = sum(job.pages_of_kv for job in self._handed_over)
+            return not self._handed_over or taken + _pages_of_kv(pages) <= self._staging.most_pages(KV)
 
     def offload(self, pages: Sequence[Pages], pools: dict[str, BoundPool] | None, events: Sequence[Any]) -> None:
         """Take over pages; ``pools`` are those that this rank writes. None: they cannot be stored, and count as failed
         once it is their turn."""
-        job = _Offload(list(pages) if pools else [], pools or {}, events, self._cost(pages), self._generation)
+        job = _Offload(list(pages) if pools else [], pools or {}, events, _pages_of_kv(pages), self._generation)
         job.good = pools is not None
         wanted = bool(job.pages) and not self._closed
         with self._lock:
@@ -330,10 +212,7 @@ class Offloads:
                 self._under_way -= 1
                 self._moved_on.notify_all()
 
-    def _cost(self, pages: Sequence[Pages]) -> int:
-        """What pages count against the room, equal on all ranks."""
-        return sum(self._bytes_of_page(some.source) * len(some.keys) for some in pages)
 
-    def _bytes_of_page(self, source: str) -> int:
-        pools = [self._staging.host_pools[name] for name in self._staging.pools_on[source]]
-        return sum(int(pool.size_per_token) for pool in pools) * self._staging.page_sizes[source]
+def _pages_of_kv(pages: Sequence[Pages]) -> int:
+    """What pages count against the room, equal on all ranks; what lies beside them waits for memory with them."""
+    return sum(len(some.keys) for some in pages if some.source == KV)
