@@ -162,23 +162,57 @@ class PoolWriter:
 
     def _work(self) -> float:
         while self._jobs and not self._loop.stopping:
-            job = self._jobs.popleft()
-            try:
-                outcome = self._write(job)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
-                self._metrics.add("failure", type(error).__name__)
-                self._log.log(logging.ERROR, "write", "hicache_ext: a decode node's write failed", exc_info=error)
-                outcome = Outcome.FAILED
-            self._finished.append((job, outcome))
+            # What came meanwhile goes into the same calls: requests of a batch reach their strides together.
+            jobs = [self._jobs.popleft()]
+            while self._jobs and sum(map(_pages, jobs)) + _pages(self._jobs[0]) <= _PAGES_PER_WRITE:
+                jobs.append(self._jobs.popleft())
+            self._finished.extend(zip(jobs, self._outcomes(jobs), strict=True))
         return math.inf
 
-    def _write(self, pieces: list[Piece]) -> Outcome:
+    def _outcomes(self, jobs: list[list[Piece]]) -> list[Outcome]:
+        try:
+            return self._write(jobs)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
+            if len(jobs) > 1:
+                # One of them may be to blame.
+                return [outcome for job in jobs for outcome in self._outcomes([job])]
+            self._metrics.add("failure", type(error).__name__)
+            self._log.log(logging.ERROR, "write", "hicache_ext: a decode node's write failed", exc_info=error)
+            return [Outcome.FAILED]
+
+    def _write(self, jobs: list[list[Piece]]) -> list[Outcome]:
         if not any(self._pools_on.values()):
-            return Outcome.WRITTEN
+            return [Outcome.WRITTEN] * len(jobs)
+        outcomes = [self._prepare(job) for job in jobs]
+        # The KV last: where it is found, what lies beside it was written before.
+        for source in reversed(jobs[0][0].host_indices):
+            keys: list[str] = []
+            job_of: list[int] = []
+            indices: list[torch.Tensor] = []
+            for number, job in enumerate(jobs):
+                for piece in job if outcomes[number] is Outcome.WRITTEN else ():
+                    keys += piece.continuation.chain.hashes(piece.end_page - piece.pages_of[source], piece.end_page)
+                    job_of += [number] * piece.pages_of[source]
+                    indices.append(piece.host_indices[source])
+            if not keys:
+                break
+            host_indices = torch.cat(indices).reshape(len(keys), -1)
+            for first in range(0, len(keys), _PAGES_PER_WRITE):
+                for name in self._pools_on[source]:
+                    some = range(first, min(first + _PAGES_PER_WRITE, len(keys)))
+                    pages = [page for page in some if outcomes[job_of[page]] is Outcome.WRITTEN]
+                    results = self._write_pages(name, [keys[page] for page in pages], host_indices[pages])
+                    for page, result in zip(pages, results, strict=True):
+                        if not result.durable:
+                            ended = Outcome.REFUSED if result is SetResult.REFUSED else Outcome.FAILED
+                            outcomes[job_of[page]] = min(outcomes[job_of[page]], ended)
+        return outcomes
+
+    def _prepare(self, pieces: list[Piece]) -> Outcome:
+        """Hash the pages of a job: WRITTEN where they may be written."""
         continuation = pieces[0].continuation
         chain = continuation.chain
-        first_page = pieces[0].first_page
-        if first_page and len(chain) < continuation.prompt_pages:
+        if pieces[0].first_page and len(chain) < continuation.prompt_pages:
             chain.extend(continuation.prompt[chain.tokens_for(len(chain), continuation.prompt_pages)])
         prompt = [] if continuation.prefix_known else chain.hashes(0, continuation.prompt_pages)
         if prompt and self._pool.stored_leading(prompt, *self._pools_on[KV][-1:]) < len(prompt):
@@ -190,34 +224,21 @@ class PoolWriter:
                 chain.extend(piece.tokens[(len(chain) - piece.first_page) * chain.page_size :])
         if (owners := tenants.in_force()) is not None:
             owners.follow(None, chain.hashes(0, pieces[-1].end_page))
-        # The KV last: where it is found, what lies beside it was written before.
-        for source in reversed(pieces[0].host_indices):
-            keys: list[str] = []
-            for piece in pieces:
-                keys += chain.hashes(piece.end_page - piece.pages_of[source], piece.end_page)
-            host_indices = torch.cat([piece.host_indices[source] for piece in pieces]).reshape(len(keys), -1)
-            for first in range(0, len(keys), _PAGES_PER_WRITE):
-                some = slice(first, first + _PAGES_PER_WRITE)
-                for name in self._pools_on[source]:
-                    outcome = self._write_pages(name, keys[some], host_indices[some])
-                    if outcome is not Outcome.WRITTEN:
-                        return outcome
         return Outcome.WRITTEN
 
-    def _write_pages(self, name: str, keys: list[str], host_indices: torch.Tensor) -> Outcome:
-        """Write the pages that the pool lacks: WRITTEN where it has all of them now."""
-        absent = [page for page, known in enumerate(self._pool.stored(keys, name)) if not known]
+    def _write_pages(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+        """Write the pages that the pool lacks."""
+        results = [SetResult.EXISTS if known else None for known in self._pool.stored(keys, name)]
+        absent = [page for page, result in enumerate(results) if result is None]
         self._metrics.add("page", "present", len(keys) - len(absent))
-        if not absent:
-            return Outcome.WRITTEN
-        results = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten(), name)
-        self._metrics.add("write", "calls")
-        ends = Counter("present" if result is SetResult.EXISTS else result.value for result in results)
-        self._metrics.add_many("page", ends)
-        if all(result.durable for result in results):
-            return Outcome.WRITTEN
-        refused = all(result.durable or result is SetResult.REFUSED for result in results)
-        return Outcome.REFUSED if refused else Outcome.FAILED
+        if absent:
+            stored = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten(), name)
+            self._metrics.add("write", "calls")
+            ends = Counter("present" if result is SetResult.EXISTS else result.value for result in stored)
+            self._metrics.add_many("page", ends)
+            for page, result in zip(absent, stored, strict=True):
+                results[page] = result
+        return [result for result in results if result is not None]
 
 
 # -- the writer --------------------------------------------------------------------------------------------------------

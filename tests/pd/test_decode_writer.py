@@ -331,6 +331,48 @@ def test_a_repeat_writes_nothing_again(node_of: Callable[..., Node]) -> None:
     assert node.metrics.value("page", "present") == 7
 
 
+@pytest.mark.parametrize("trouble", ["none", "one is not stored", "one is refused", "one ends in an error"])
+def test_what_waits_while_a_call_lasts_goes_in_the_next_one_and_each_request_has_its_own_end(
+    node_of: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    node = node_of(retries=0)
+    first, *others = requests = [node.prefilled(FakeRequest([7 + slot] * 8, slot)) for slot in range(1, 5)]
+    asked, goes_on, bad = threading.Event(), threading.Event(), set[str]()
+    stored, store_pages = node.pool.stored, node.pool.store_pages
+
+    def held(keys: list[str], name: str = "kv") -> list[bool]:
+        asked.set()
+        assert goes_on.wait(60)
+        return stored(keys)
+
+    def store(keys: list[str], host_indices: torch.Tensor, name: str) -> list[SetResult]:
+        if trouble == "one ends in an error" and bad.intersection(keys):
+            raise RuntimeError("a bug")
+        results = store_pages(keys, host_indices, name)
+        for key in bad.intersection(keys):
+            del node.pool.pages[key]
+        ended = SetResult.REFUSED if trouble == "one is refused" else SetResult.REJECTED
+        return [ended if key in bad else result for key, result in zip(keys, results, strict=True)]
+
+    monkeypatch.setattr(node.pool, "stored", held)
+    monkeypatch.setattr(node.pool, "store_pages", store)
+    node.generate(first, 10, finish=True)
+    node.settle(asked.is_set)
+    for request in others:
+        node.generate(request, 10, finish=True)
+    node.settle(lambda: node.writer._pages_in_flight == 8)
+    if trouble != "none":
+        bad |= {*node.generated_pages(others[1])}
+    goes_on.set()
+    node.settle()
+    assert node.pool.calls == ([2, 2, 2] if trouble == "one ends in an error" else [2, 6])
+    for request in requests:
+        is_there = [page in node.pool.pages for page in node.generated_pages(request)]
+        assert is_there == [trouble == "none" or request is not others[1]] * 2
+    assert node.metrics.value("lost", "refused" if trouble == "one is refused" else "failed") == 2 * bool(bad)
+    assert node.host.available_size() == node.host.size
+
+
 def test_requests_that_are_due_together_are_copied_in_one_operation(node_of: Callable[..., Node]) -> None:
     node = node_of()
     requests = [node.prefilled(FakeRequest([7 + slot] * 8, slot)) for slot in range(1, 5)]
