@@ -23,7 +23,7 @@ from hicache_ext.bench.frame import (
     positive,
     report,
 )
-from hicache_ext.errors import BenchmarkError, ServerError
+from hicache_ext.errors import CommandError, ServerError
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
 from hicache_ext.testing.client import Generation, SglangClient
@@ -115,15 +115,15 @@ class Target:
 
 
 def endpoint(text: str) -> Target:
-    """Return a server that runs, of NAME=URL. Raises BenchmarkError."""
+    """Return a server that runs, of NAME=URL. Raises CommandError."""
     name, _, url = text.partition("=")
     if not name or not url:
-        raise BenchmarkError(f"--endpoint {text}: want NAME=URL")
+        raise CommandError(f"--endpoint {text}: want NAME=URL")
     return Target(name, f"{url}/generate", partial(nullcontext, SglangClient(url)))
 
 
 def converse(target: Target, workload: Workload, *, flush: bool = False, settle: float = 0.0) -> ArmResult:
-    """Let all users ask, turn by turn: every user has had turn t before any has turn t + 1. Raises BenchmarkError."""
+    """Let all users ask, turn by turn: every user has had turn t before any has turn t + 1. Raises CommandError."""
     conversations = [Conversation(user, workload) for user in range(workload.users)]
     turns: list[list[Generation]] = []
     seconds = 0.0
@@ -148,7 +148,7 @@ def converse(target: Target, workload: Workload, *, flush: bool = False, settle:
                 end_turn()
     except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
         problem = "" if isinstance(error, ServerError) else " cannot be reached"
-        raise BenchmarkError(shown_address(f"{target.address}{problem}: {error}")) from error
+        raise CommandError(shown_address(f"{target.address}{problem}: {error}")) from error
     return ArmResult(target.name, [turns], seconds)
 
 
@@ -278,7 +278,7 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
             measured[target.name] = ArmResult(target.name, rounds, before.seconds + result.seconds)
             print(f"{target.name}: done in {result.seconds:.1f} s", flush=True)
     if not measured:
-        raise BenchmarkError("nothing to talk to: give --endpoint")
+        raise CommandError("nothing to talk to: give --endpoint")
     results = list(measured.values())
     machine = machine_facts(Path.cwd(), ("hicache-ext", "sglang", "torch"))
     entries = [result.entry() for result in results]

@@ -22,7 +22,7 @@ from typing import Any
 
 from hicache_ext.cli.output import describe, fitted, rough_span, show
 from hicache_ext.config import parse_duration, rounded_size
-from hicache_ext.errors import ConfigError, StatsError
+from hicache_ext.errors import CommandError, ConfigError
 from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
@@ -288,7 +288,7 @@ def _stats(arguments: argparse.Namespace) -> int:
 
 
 def fetch(url: str) -> Samples:
-    """The samples of the server at ``url``. Raises StatsError with a sentence."""
+    """The samples of the server at ``url``. Raises CommandError with a sentence."""
     try:
         # An operator's own servers are not behind the proxies of the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -296,14 +296,14 @@ def fetch(url: str) -> Samples:
             text = str(response.read(_LONGEST), "utf-8", "replace")
     except urllib.error.HTTPError as error:
         hint = "; was the server started with --enable-metrics?" if error.code == 404 else ""
-        raise StatsError(f"{shown_address(url)} answered {error.code}{hint}") from None
+        raise CommandError(f"{shown_address(url)} answered {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise StatsError(f"{shown_address(url)} cannot be read: {shown_address(str(reason))}") from None
+        raise CommandError(f"{shown_address(url)} cannot be read: {shown_address(str(reason))}") from None
     samples = read_samples(text)
     if not any(name.startswith(PREFIX) for name, _ in samples.values):
         remedy = "is it the storage backend, and --enable-metrics given?"
-        raise StatsError(f"{shown_address(url)} has no metrics of hicache_ext; {remedy}")
+        raise CommandError(f"{shown_address(url)} has no metrics of hicache_ext; {remedy}")
     return samples
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from hicache_ext.errors import NoBoardError
+from hicache_ext.errors import StoreError
 from hicache_ext.storage.contract.abilities import ability
 from hicache_ext.storage.contract.store import PageStore
 
@@ -44,9 +44,9 @@ class HintBoard(Protocol):
 
 
 def board_among(tiers: Sequence[PageStore], name: str) -> HintBoard:
-    """The board of the tier ``name``, whatever is wrapped around it. Raises NoBoardError."""
+    """The board of the tier ``name``, whatever is wrapped around it. Raises StoreError."""
     store = next((tier for tier in tiers if tier.name == name), None)
     board = None if store is None else ability(store, HintBoard)
     if board is None:
-        raise NoBoardError(f"tier {name!r} is not in use, not open yet, or carries no hints")
+        raise StoreError(f"tier {name!r} is not in use, not open yet, or carries no hints")
     return board
