@@ -27,7 +27,8 @@ def load_config(source: Source) -> HicacheExtConfig:
     """The section ``hicache_ext`` of ``source``, checked and resolved on this node.
 
     Raises ``ConfigError``, or ``ConfigErrors`` when several places are wrong: one sentence each, with the full key
-    path, what was wrong and what is allowed. Call it at start; it reads files and environment variables.
+    path, what was wrong and what is allowed. What does not fit together is said once each value is right
+    by itself. Call it at start; it reads files and environment variables.
     """
     return load_document(source).hicache_ext
 
@@ -55,7 +56,7 @@ def check_document(document: Mapping[str, Any]) -> ExtraConfig:
     if errors := list(keys_that_are_not_text(document)):
         raise config_error(errors)
     try:
-        checked = ExtraConfig.validated(document)
+        checked = ExtraConfig.model_validate(dict(document))
     except ValidationError as error:
         # "from None": pydantic's error must not reach a log; it repeats what was put in.
         raise as_config_error(error) from None

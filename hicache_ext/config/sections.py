@@ -9,32 +9,17 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from hicache_ext.config.problems import did_you_mean, refuse, shown
+from hicache_ext.config.problems import refuse, shown
 from hicache_ext.config.schema import Allowed, ConfigModel
 from hicache_ext.config.values import NO_LIMIT, absolute_path, duration, size, whole_number
 from hicache_ext.errors import ConfigError
 
 StorePolicy = Literal["sync", "async"]
 
-POLICIES_ALLOWED = "a mapping of tier names to sync or async, such as {pool: async}"
-
 _BufferSize = Annotated[
     int, Allowed("a size such as 256MiB, at least 1MiB, or 0 for none", size(1 << 20, NO_LIMIT, or_none=True))
 ]
 _Duration = Annotated[float, Allowed("a duration from 10ms to 1h, such as 5s", duration(0.01, 3600))]
-
-
-def parse_policies(value: object) -> dict[str, str]:
-    """Tier name -> sync or async; whether the tiers exist is the caller's to check."""
-    if not isinstance(value, Mapping):
-        raise refuse(value, POLICIES_ALLOWED)
-    for name, policy in value.items():
-        if policy not in ("sync", "async"):
-            word = f"{shown(policy)} is not accepted"
-            if isinstance(policy, str):
-                word += did_you_mean(policy, ("sync", "async"))
-            raise ConfigError(f".{name}", word, "sync, async")
-    return dict(value)
 
 
 class PrefetchConfig(ConfigModel):
