@@ -179,9 +179,6 @@ class ClearLaterError(StoreError):
 class IndexBusyError(StoreError):
     """Another process holds the change lock of an index of slabs; it is stopped, perhaps."""
 
-    def __init__(self) -> None:
-        super().__init__("another process holds the index")
-
 
 class NotBegunError(StoreError):
     """The call was not started."""
@@ -222,9 +219,6 @@ class NodeDownError(StoreError, ConnectionError):
 
 class LaneBusyError(StoreError, TimeoutError):
     """No connection became free in time; says nothing about the node."""
-
-    def __init__(self) -> None:
-        super().__init__("every connection is in use")
 
 
 class ProtocolError(StoreError):

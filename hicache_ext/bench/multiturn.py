@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,9 @@ class Workload:
     turns: int = 10
     system_tokens: int = 256
     """Shared by all users."""
-    question_tokens: tuple[int, int] = (40, 80)
+    question_tokens: Sequence[int] = (40, 80)
     """New tokens of a user's turn, from and to."""
-    answer_tokens: tuple[int, int] = (60, 100)
+    answer_tokens: Sequence[int] = (60, 100)
     """Length of an answer, from and to; the end-of-sequence token is ignored."""
     seed: int = 1
 
@@ -258,14 +258,7 @@ def tables(results: Sequence[ArmResult]) -> Iterator[Table]:
 
 def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Target]]) -> int:
     """Have the same conversations with each of ``targets(number of the round)``; print and write what came out."""
-    workload = Workload(
-        users=arguments.users,
-        turns=arguments.turns,
-        system_tokens=arguments.system_tokens,
-        question_tokens=tuple(arguments.question_tokens),
-        answer_tokens=tuple(arguments.answer_tokens),
-        seed=arguments.seed,
-    )
+    workload = Workload(**{field.name: getattr(arguments, field.name) for field in fields(Workload)})
     measured: dict[str, ArmResult] = {}
     for round_number in range(arguments.rounds):
         # Other conversations in each round: what runs already has the last one's in its caches.

@@ -106,7 +106,10 @@ def figures(before: Samples | None, now: Samples) -> dict[str, Any]:
     # After a restart a server counts from 0 again.
     grown = Samples({key: max(0.0, value - then.get(key, 0.0)) for key, value in now.values.items()}, now.when)
     serving = now.each(f"{PREFIX}serving")
-    tiers, beside = _tiers_and_others(now)
+    # What can be up is a tier; all of them together come last.
+    names = {tier for _, labels in now.values if (tier := dict(labels).get("tier")) is not None}
+    beside = [name for name in _BESIDE if not now.each(f"{PREFIX}tier_up", tier=name)]
+    tiers = sorted(names - {"all", "backend", *beside}) + sorted(names & {"all"})
     tokens = grown.total(PROMPT_TOKENS)
     cached = {source: grown.total(CACHED_TOKENS, cache_source=source) for source in _SOURCES}
     return {
@@ -131,6 +134,9 @@ def _tier(grown: Samples, now: Samples, tier: str) -> dict[str, Any]:
     for event in ("corrupt", "suspect", "rejected", "breaker"):
         why |= {f"{event} {reason}": count for reason, count in by_reason(event).items()}
     worst = max(now.each(f"{PREFIX}breaker_state", tier=tier), default=0.0)
+    # Where each rank has a directory, the fullest counts.
+    used, capacity = (now.by("tp_rank", f"{PREFIX}{name}_bytes", tier=tier) for name in ("used", "capacity"))
+    filled = [used[rank] / most for rank, most in capacity.items() if most > 0 and rank in used]
     full_since = now.each(f"{PREFIX}no_space_since_seconds", tier=tier)
     events = ("out_of_service", "back_in_service")
     out, back = (now.by("reason", f"{PREFIX}path_{event}_total", tier=tier) for event in events)
@@ -140,7 +146,7 @@ def _tier(grown: Samples, now: Samples, tier: str) -> dict[str, Any]:
         "up": _up(now, tier),
         "breaker": _BREAKER_STATES[int(worst)],
         **{f"{stage}_pages": pages.get(stage, 0.0) for stage in ("asked", "found", "used")},
-        "filled": _full(now, tier),
+        "filled": max(filled, default=math.nan),
         "no_space_since": min((moment for moment in full_since if moment > 0), default=None),
         "paths_out": sorted(path for path, count in out.items() if count > back.get(path, 0.0)),
         "read_bytes": of("bytes", "get"),
@@ -201,13 +207,6 @@ def _up(now: Samples, tier: str) -> str:
     return "yes" if all(ups) else f"{sum(ups):.0f} of {len(ups)}"
 
 
-def _full(now: Samples, tier: str) -> float:
-    """The filled share of the tier, NaN where none is known. Where each rank has a directory, the fullest counts."""
-    used = now.by("tp_rank", f"{PREFIX}used_bytes", tier=tier)
-    capacity = now.by("tp_rank", f"{PREFIX}capacity_bytes", tier=tier)
-    return max((used[rank] / most for rank, most in capacity.items() if most > 0 and rank in used), default=math.nan)
-
-
 def _quantile(grown: Samples, tier: str, operation: str, share: float) -> float:
     """The quantile ``share`` of the seconds of calls: the bound of a bucket. NaN without calls."""
     buckets = grown.by("le", f"{CALL_SECONDS}_bucket", tier=tier, operation=operation)
@@ -215,13 +214,6 @@ def _quantile(grown: Samples, tier: str, operation: str, share: float) -> float:
     if not ordered or not ordered[-1][1]:
         return math.nan
     return next(bound for bound, count in ordered if count >= share * ordered[-1][1])
-
-
-def _tiers_and_others(samples: Samples) -> tuple[list[str], list[str]]:
-    """The tiers with all of them together last, and what counts beside them. What can be up is a tier."""
-    names = {tier for _, labels in samples.values if (tier := dict(labels).get("tier")) is not None}
-    beside = [name for name in _BESIDE if not samples.each(f"{PREFIX}tier_up", tier=name)]
-    return sorted(names - {"all", "backend", *beside}) + [name for name in ("all",) if name in names], beside
 
 
 # -- stats -------------------------------------------------------------------------------------------------------------

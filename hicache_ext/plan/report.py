@@ -32,6 +32,8 @@ def plan_of(
     outcome = simulate(trace, fleet)
     seconds = max(trace.seconds, 1.0)
     per_hour = _HOUR / seconds
+    # Caches begin empty, and the first requests fill them.
+    later = outcome.per_request[len(trace) // 2 :, [NEAR, POOL, COMPUTED]].sum(axis=0)
     tokens = {name: int(outcome.totals[column]) * trace.block_tokens for name, column in _SOURCES.items()}
     # The last block of a prompt is mostly a part of one.
     tokens["computed"] = max(0, int(trace.prompt.sum()) - tokens["disk"] - tokens["pool"])
@@ -66,7 +68,7 @@ def plan_of(
             "disk_share": outcome.share(NEAR),
             "pool_share": outcome.share(POOL),
             "hit_share": outcome.hit_share,
-            "warm_hit_share": _share_of_second_half(outcome),
+            "warm_hit_share": float(later[:2].sum() / max(1, later.sum())),
             "infinite_share": simulate(trace, Fleet(near=None)).hit_share,
         },
         "curve": curve(trace, block_bytes),
@@ -77,12 +79,6 @@ def plan_of(
     document["money"] = _money(hardware, document["prefill"], document["writes"]["years_until_worn_out"])
     document["does_not_fit"] = list(_too_much(hardware, outcome, document, block_bytes, seconds))
     return document
-
-
-def _share_of_second_half(outcome: Outcome) -> float:
-    """Caches begin empty, and the first requests fill them."""
-    later = outcome.per_request[len(outcome.per_request) // 2 :, [NEAR, POOL, COMPUTED]].sum(axis=0)
-    return float(later[:2].sum() / max(1, later.sum()))
 
 
 def _too_much(
@@ -233,9 +229,17 @@ def page_of(plan: Mapping[str, Any], launch: Sequence[str], yaml: str) -> Iterat
     yield f"By the hour, day and year, as if all of it were like these {trace['seconds'] / 60:,.0f} minutes"
     yield from (f"  DOES NOT FIT: {sentence}" for sentence in plan["does_not_fit"])
     yield from _wear(plan["writes"], fleet)
-    yield from _load(plan["pool_network"], fleet)
+    if fleet["pool_bytes"]:
+        network = plan["pool_network"]
+        mean, peak = (
+            [network[f"{way}_bytes_per_second{when}"] for way in ("read", "written")] for when in ("", "_peak_minute")
+        )
+        yield f"Network of the pool, mean: {_size(mean[0])}/s read and {_size(mean[1])}/s written,"
+        yield f"  up to {_size(sum(peak))}/s in the busiest minutes, all nodes together"
     yield from _saved(plan["prefill"])
-    yield from _prices(plan["money"])
+    if (money := plan["money"]) is not None:
+        yield f"A year: disks {money['disks_per_year']:,.0f}, pool {money['pool_per_year']:,.0f},"
+        yield f"  GPU time saved {money['saved_per_year']:,.0f}: {money['net_per_year']:+,.0f}"
     yield ""
     yield "The configuration (hicache.yaml), and how SGLang is launched with it"
     yield from (f"  {line}" for line in yaml.rstrip().splitlines())
@@ -268,15 +272,6 @@ def _wear(writes: Mapping[str, Any], fleet: Mapping[str, Any]) -> Iterator[str]:
     yield times
 
 
-def _load(network: Mapping[str, float], fleet: Mapping[str, Any]) -> Iterator[str]:
-    if not fleet["pool_bytes"]:
-        return
-    read, written = network["read_bytes_per_second"], network["written_bytes_per_second"]
-    peak = network["read_bytes_per_second_peak_minute"] + network["written_bytes_per_second_peak_minute"]
-    yield f"Network of the pool, mean: {_size(read)}/s read and {_size(written)}/s written,"
-    yield f"  up to {_size(peak)}/s in the busiest minutes, all nodes together"
-
-
 def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
     if prefill is None:
         yield "Time saved: not known without a prefill rate (--prefill-rate TOKENS_PER_SECOND, or --gpu)"
@@ -287,13 +282,6 @@ def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
     computed = prefill["computed_seconds_per_hour"]
     yield f"  {saved:,.0f} s of prefill saved in an hour{less}; {computed:,.0f} s are computed"
     yield f"  reading pays above {_size(prefill['break_even_bytes_per_second'])}/s"
-
-
-def _prices(money: Mapping[str, float] | None) -> Iterator[str]:
-    if money is None:
-        return
-    yield f"A year: disks {money['disks_per_year']:,.0f}, pool {money['pool_per_year']:,.0f},"
-    yield f"  GPU time saved {money['saved_per_year']:,.0f}: {money['net_per_year']:+,.0f}"
 
 
 def pool_nodes(size: int) -> int:

@@ -1190,7 +1190,7 @@ class SlabIndex:
     def _changing(self) -> Iterator[None]:
         with self._lock.held() as mine:
             if not mine:
-                raise IndexBusyError
+                raise IndexBusyError("another process holds the index")
             if self._member != (member := self._members.id):
                 # At first, and in a child that was forked.
                 self._note_member(member)
