@@ -31,8 +31,8 @@ from hicache_ext.cli.config_command import notes_on
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
+from hicache_ext.config.model import SGLANG
 from hicache_ext.config.secrets import SealKeyReference
-from hicache_ext.config.sections import SGLANG
 from hicache_ext.errors import ConfigError, MissingPackageError, StoreError, UnsupportedError
 from hicache_ext.packages import how_to_install, installed_version
 from hicache_ext.page.recording import SUFFIX

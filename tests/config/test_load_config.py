@@ -22,9 +22,9 @@ from hicache_ext.config import (
     load_document,
     tier_types,
 )
+from hicache_ext.config.model import BackgroundConfig, PrefetchConfig
 from hicache_ext.config.render import example_config, json_schema
 from hicache_ext.config.schema import ConfigModel, as_config_error
-from hicache_ext.config.sections import BackgroundConfig, PrefetchConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
