@@ -31,8 +31,6 @@ from hicache_ext.page.transforms.codec import LOSSY_CODECS
 from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, MOST_TENANTS, Tenant
 
 BACKEND_NAME = "hicache_ext"
-MODULE_PATH = "hicache_ext.storage.backend"
-CLASS_NAME = "HiCacheExtBackend"
 SECTION = "hicache_ext"
 
 Role = Literal["auto", "prefill", "decode", "both"]
@@ -99,25 +97,28 @@ class LinkerConfig(ConfigModel):
     """how long a request waits in the queue for its stored pages; then it is computed"""
 
 
-ENDPOINT_ALLOWED = "tcp://ADDRESS:PORT with an address of this machine, or * for all of them, such as tcp://*:5657"
 _ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", re.ASCII)
-_TOPIC_ALLOWED = "text without line breaks"
 
 
 def _endpoint(value: object) -> str:
     found = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
     if not isinstance(value, str) or found is None or not 0 < int(found[1]) < 1 << 16:
-        raise refuse(value, ENDPOINT_ALLOWED)
+        raise refuse(value)
     return value
 
 
 def _topic(value: object) -> str:
     if not isinstance(value, str) or (value and not value.isprintable()):
-        raise ConfigError("", f"{shown(value)} is not accepted", _TOPIC_ALLOWED)
+        raise refuse(value)
     return value
 
 
-_Endpoint = Annotated[str, Allowed(ENDPOINT_ALLOWED, _endpoint)]
+_Endpoint = Annotated[
+    str,
+    Allowed(
+        "tcp://ADDRESS:PORT with an address of this machine, or * for all of them, such as tcp://*:5657", _endpoint
+    ),
+]
 
 
 class EventsConfig(ConfigModel):
@@ -135,7 +136,7 @@ class EventsConfig(ConfigModel):
     """where routers subscribe; each DP replica takes the next port"""
     replay_endpoint: _Endpoint
     """where routers ask for what they missed; each DP replica takes the next port"""
-    topic: Annotated[str, Allowed(_TOPIC_ALLOWED, _topic)] = ""
+    topic: Annotated[str, Allowed("text without line breaks", _topic)] = ""
     """the first frame of every message"""
 
     @model_validator(mode="after")
@@ -161,14 +162,14 @@ def _collector(value: object) -> str:
         problem = "has more in it than host, port and path: a user, a password, a query"
         raise ConfigError("", problem, "credentials in the environment variable OTEL_EXPORTER_OTLP_HEADERS")
     if not isinstance(value, str) or not value.isascii() or not value.isprintable() or " " in value:
-        raise refuse(value, COLLECTOR_ALLOWED)
+        raise refuse(value)
     try:
         parts = urllib.parse.urlsplit(value)
         port_is_sound = parts.port != 0
     except ValueError:
-        raise refuse(value, COLLECTOR_ALLOWED) from None
+        raise refuse(value) from None
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_sound:
-        raise refuse(value, COLLECTOR_ALLOWED)
+        raise refuse(value)
     if parts.path in ("", "/"):
         raise ConfigError("", f"{shown(value)} has no path", f"such as {value.rstrip('/')}/v1/traces")
     return value
@@ -196,9 +197,6 @@ class RecordConfig(ConfigModel):
     """a directory for recordings alone; several processes may share it"""
     size: _RecordingsSize = 256 << 20
     """of all files in it together; the oldest are removed"""
-
-
-PullMode = Literal["off", "fixed", "adaptive"]
 
 
 _Tokens = Annotated[int, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))]
@@ -235,7 +233,7 @@ class PullConfig(ConfigModel):
         "prefill_rate": "what a prefill takes is measured",
     }
 
-    mode: PullMode = "off"
+    mode: Literal["off", "fixed", "adaptive"] = "off"
     """off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"""
     min_tokens: _Tokens = 256
     """shorter prefixes are computed (modes fixed and adaptive)"""
@@ -359,7 +357,6 @@ _Policies = Annotated[
 _PromoteTo = Annotated[str | None, Allowed("the name of a tier, or off", or_word(None, PROMOTE_NOTHING, _text))]
 _Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONGEST_DURATION))]
 _TENANT = re.compile(rf"[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}", re.ASCII)
-_SHARE_ALLOWED = "a percentage, such as 20%"
 
 
 def _check_role(name: object) -> object:
@@ -380,19 +377,16 @@ def _check_tenant(name: str) -> str:
 def _share(value: object) -> float:
     found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", value, re.ASCII) if isinstance(value, str) else None
     if found is None or float(found[1]) > 100:
-        raise refuse(value, _SHARE_ALLOWED)
+        raise refuse(value)
     return float(found[1]) / 100
 
 
 class TenantConfig(ConfigModel):
     """What one tenant may have."""
 
-    share: Annotated[float, Allowed(_SHARE_ALLOWED, _share)] = 0.0
+    share: Annotated[float, Allowed("a percentage, such as 20%", _share)] = 0.0
     """of the slots of each file tier: so many of its pages no other tenant evicts"""
-    lease: Annotated[
-        float | None,
-        Allowed("a duration up to longest_lease, or 0", duration(0, 7 * 86400)),
-    ] = None
+    lease: Annotated[float | None, Allowed("a duration up to longest_lease, or 0", duration(0, 7 * 86400))] = None
     """how long its requests may keep their prompts with a hint; left out: longest_lease"""
 
 
@@ -661,8 +655,8 @@ class ExtraConfig(ConfigModel):
         """The complete document around a (raw) section ``hicache_ext``."""
         return {
             "backend_name": BACKEND_NAME,
-            "module_path": MODULE_PATH,
-            "class_name": CLASS_NAME,
+            "module_path": "hicache_ext.storage.backend",
+            "class_name": "HiCacheExtBackend",
             "interface_v1": 1,
             SECTION: dict(section),
         }
