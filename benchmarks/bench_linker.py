@@ -45,7 +45,7 @@ from hicache_ext.cli.main import without_traceback
 from hicache_ext.cli.stats_command import read_samples
 from hicache_ext.config.model import SECTION, ExtraConfig
 from hicache_ext.config.render import linker_config
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.small_model import NAME, arguments_to_serve, make_small_model
@@ -177,7 +177,7 @@ def _start(stack: ExitStack, directory: Path, events: Path, tokens: int) -> dict
     for server in servers.values():
         server.freeze()
     if len(identities) > 1:
-        raise BenchmarkError(f"the servers do not share pages: {sorted(identities)}")
+        raise CommandError(f"the servers do not share pages: {sorted(identities)}")
     return servers
 
 
@@ -188,7 +188,7 @@ def _identity_of(server: RigServer) -> str:
         found := re.findall(r"pages of pool kv have identity (\w+)", server.log_file.read_text(errors="replace"))
     ):
         if time.monotonic() > deadline:
-            raise BenchmarkError(f"the weights were not identified in two minutes:\n{server.log_tail()}")
+            raise CommandError(f"the weights were not identified in two minutes:\n{server.log_tail()}")
         time.sleep(0.1)
     return str(found[-1])
 
@@ -208,7 +208,7 @@ def _wait_for_the_writes(server: RigServer) -> None:
     time.sleep(0.5)
     while read_samples(server.get("/metrics")).total("hicache_ext_linker_waiting"):
         if time.monotonic() > deadline:
-            raise BenchmarkError("the linker's pages were not written in a minute")
+            raise CommandError("the linker's pages were not written in a minute")
         time.sleep(0.2)
 
 
@@ -229,14 +229,14 @@ def _longest_pause(server: RigServer, asked: Sequence[int]) -> float:
     server.generate(asked, 4)
     neighbour.join()
     if not seen or seen[-1] < begun:
-        raise BenchmarkError("the other request was over before the prompt came; give it more tokens")
+        raise CommandError("the other request was over before the prompt came; give it more tokens")
     return max(later - earlier for earlier, later in pairwise(seen) if later >= begun)
 
 
 def _check(answer: Generation, arm: str, tokens: int) -> None:
     expected = 0 if arm == NO_STORAGE else tokens // PAGE_SIZE * PAGE_SIZE
     if answer.cached_tokens != expected:
-        raise BenchmarkError(f"{arm}: {answer.cached_tokens} tokens were cached instead of {expected}: {answer.cached}")
+        raise CommandError(f"{arm}: {answer.cached_tokens} tokens were cached instead of {expected}: {answer.cached}")
 
 
 def time_line(events: Sequence[LayerEvent]) -> list[Layer]:

@@ -23,7 +23,7 @@ from hicache_ext.bench.frame import fresh_directory, positive
 from hicache_ext.bench.multiturn import Target, add_arguments, compare
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import BenchmarkError, MissingPackageError
+from hicache_ext.errors import CommandError, MissingPackageError
 from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.testing import small_model
 from hicache_ext.testing.client import Generation
@@ -80,7 +80,7 @@ def _model(arguments: argparse.Namespace, directory: Path) -> tuple[str, Sequenc
     try:
         return str(small_model.make_small_model(directory / small_model.NAME)), small_model.arguments_to_serve()
     except MissingPackageError as error:
-        raise BenchmarkError(f"{error}, or name a model: --model-path") from error
+        raise CommandError(f"{error}, or name a model: --model-path") from error
 
 
 def _server(

@@ -47,7 +47,7 @@ from hicache_ext.bench.frame import (
 )
 from hicache_ext.bench.pool import Pages, page_keys
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, StoreInfo
 from hicache_ext.storage.tiering.tier_use import TieringSettings
@@ -164,7 +164,7 @@ def play(
     tick: float,
     check: bool,
 ) -> Round:
-    """Let the two threads work off the queue. Raises BenchmarkError for a page that is missing or wrong."""
+    """Let the two threads work off the queue. Raises CommandError for a page that is missing or wrong."""
     hits: queue.Queue[tuple[int, int, float] | None] = queue.Queue()
     result = Round()
     errors: list[BaseException] = []
@@ -191,7 +191,7 @@ def play(
             time.sleep(max(0.0, seen - time.perf_counter()))
         keys = requests[request]
         if leading != len(keys):
-            raise BenchmarkError(f"exists() answered {leading} of {len(keys)} pages")
+            raise CommandError(f"exists() answered {leading} of {len(keys)} pages")
         if check:
             host.targets[:] = 0
         inside = 0
@@ -199,7 +199,7 @@ def play(
             portion = keys[first : first + MOST_PAGES_A_CALL]
             inside += reader.inside(portion)
             if reader.read(portion, host.targets[first : first + len(portion)]) != len(portion):
-                raise BenchmarkError("a page of a hit was not read")
+                raise CommandError("a page of a hit was not read")
         result.done.append(time.perf_counter() - started)
         result.inside.append(inside / len(keys))
         if check:
@@ -366,7 +366,7 @@ def _measure_waste(
     watching.join()
     facts = reader.close()
     if most > buffer or held:
-        raise BenchmarkError(f"prefetch held {most:.0f} bytes, and {held:.0f} after their lifetime: it is not bounded")
+        raise CommandError(f"prefetch held {most:.0f} bytes, and {held:.0f} after their lifetime: it is not bounded")
     return {
         "fetched": facts.get("prefetch_bytes fetched", 0),
         "wasted": facts.get("prefetch_bytes wasted", 0),
@@ -384,7 +384,7 @@ def _fill(pool: Path, theirs: Path, host: Pages, requests: Sequence[Sequence[byt
         host.stamp(request)
         written = store.set(PageBatch(keys, host.segments(host.sources)))
         if not all(result.durable for result in written) or sglang.write(keys, host) != len(keys):
-            raise BenchmarkError("the pool could not be filled")
+            raise CommandError("the pool could not be filled")
     store.close()
     sglang.close()
 

@@ -40,7 +40,7 @@ from hicache_ext.plan.fleet import (
     routed,
     simulate,
 )
-from hicache_ext.plan.traces import Chat, Trace, generate, made_of, parse_workload
+from hicache_ext.plan.traces import Chat, Request, Trace, generate, made_of, parse_workload
 
 CHAT = "rate=0.2,turns=5,think=40s,systems=200,system=2048,first=4096,question=512,answer=512,span=10m"
 _PAGE = 64 * 1024
@@ -119,7 +119,7 @@ def check(requests: int) -> list[str]:
     def workload(seed: int, count: int = requests) -> Trace:
         """Of different seeds they have no page in common."""
         chains = multi_turn(count, seed, documents=0.1)
-        return made_of(f"multi-turn {seed}", chains, list(range(len(chains))), 512)
+        return made_of(f"multi-turn {seed}", map(Request, range(len(chains)), chains), 512)
 
     def real(trace: Trace, fleet: Fleet) -> Replayed:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as place, RedisServer(Path(place)) as redis:

@@ -30,7 +30,7 @@ from hicache_ext.bench.frame import (
 )
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 from hicache_ext.runtime.commands import standard_output_of
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer
@@ -123,7 +123,7 @@ def _asked(
     sources = answer.meta_info.get("cached_tokens_details") or {}
     source = "device" if kind is DEVICE else "storage"
     if sources.get(source) != cached:
-        raise BenchmarkError(f"of {cached} tokens {sources.get(source)} came from the {source}: {sources}")
+        raise CommandError(f"of {cached} tokens {sources.get(source)} came from the {source}: {sources}")
     return parts_of([step for step in read_steps(steps) if begun <= step.begin <= first], begun, first)
 
 

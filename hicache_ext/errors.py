@@ -12,7 +12,6 @@
     |   |-- StoreClosedError        a call after close()
     |   |-- StoreSetupError         a tier cannot start (directory, server, credentials)
     |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
-    |   |-- NoBoardError            a tier carries no hints
     |   |-- NotReadError            an object that is under suspicion could not be read again
     |   |-- UnansweredError         pages of a look-up could not be asked for
     |   |-- ClearLaterError         cleared pages could not be removed now; tried again
@@ -27,11 +26,9 @@
     |   `-- ProtocolError           what a Redis server sent is not RESP
     |       `-- OversizedValueError a value too long to be read
     |-- ControlError                the control socket of a server cannot be used
-    |-- WarmError                   nothing can be warmed
-    |-- StatsError                  no metrics can be shown
+    |-- CommandError                what a command was asked for cannot be done
     |-- CopyError                   a copy engine could not submit a copy
     |-- CalibrationError            a calibration cannot be read
-    |-- BenchmarkError              a benchmark cannot go on
     `-- ServerError                 a server under test did not start or answer
 
 Only constructors and the command line let these out. Calls that SGLang makes at run time never raise: they answer with
@@ -64,6 +61,11 @@ class ConfigError(HicacheExtError, ValueError):
             sentence += f"; allowed: {allowed}"
         super().__init__(sentence)
 
+    @property
+    def errors(self) -> tuple[ConfigError, ...]:
+        """Itself; of ``ConfigErrors`` each of them."""
+        return (self,)
+
 
 class ConfigErrors(ConfigError):
     """Several wrong places in one configuration, in the order in which they were found.
@@ -74,10 +76,14 @@ class ConfigErrors(ConfigError):
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         first = errors[0]
         super().__init__(first.key, first.problem, first.allowed)
-        self.errors = tuple(errors)
+        self._errors = tuple(errors)
+
+    @property
+    def errors(self) -> tuple[ConfigError, ...]:
+        return self._errors
 
     def __str__(self) -> str:
-        return "\n".join(str(error) for error in self.errors)
+        return "\n".join(map(str, self.errors))
 
 
 class UnsupportedError(HicacheExtError):
@@ -149,10 +155,6 @@ class StoreSetupError(StoreError):
         super().__init__(sentence)
 
 
-class NoBoardError(StoreError):
-    """The store carries no hints."""
-
-
 class NotReadError(StoreError):
     """The object could not be read again; says nothing about it. The message is a word for the log."""
 
@@ -176,9 +178,6 @@ class ClearLaterError(StoreError):
 
 class IndexBusyError(StoreError):
     """Another process holds the change lock of an index of slabs; it is stopped, perhaps."""
-
-    def __init__(self) -> None:
-        super().__init__("another process holds the index")
 
 
 class NotBegunError(StoreError):
@@ -221,9 +220,6 @@ class NodeDownError(StoreError, ConnectionError):
 class LaneBusyError(StoreError, TimeoutError):
     """No connection became free in time; says nothing about the node."""
 
-    def __init__(self) -> None:
-        super().__init__("every connection is in use")
-
 
 class ProtocolError(StoreError):
     """Not RESP, or not the reply that was asked for."""
@@ -241,12 +237,9 @@ class ControlError(HicacheExtError):
     """The directory of control sockets cannot be used, or a server does not answer; one sentence."""
 
 
-class WarmError(HicacheExtError):
-    """Why nothing can be warmed."""
-
-
-class StatsError(HicacheExtError):
-    """Why there are no metrics to show."""
+class CommandError(HicacheExtError):
+    """What a command was asked for cannot be done: nothing can be warmed, there are no metrics to show, a benchmark
+    cannot go on or its contender answered wrongly. One sentence."""
 
 
 class CopyError(HicacheExtError):
@@ -255,10 +248,6 @@ class CopyError(HicacheExtError):
 
 class CalibrationError(HicacheExtError):
     """A calibration that cannot be read."""
-
-
-class BenchmarkError(HicacheExtError):
-    """A benchmark that cannot go on, or whose contender answered wrongly: figures of it would mean nothing."""
 
 
 class ServerError(HicacheExtError):

@@ -193,6 +193,7 @@ hicache_ext_used_bytes{tier="disk",tp_rank="1"} 41
 hicache_ext_capacity_bytes{tier="disk",tp_rank="1"} 80
 hicache_ext_used_bytes{tier="pool",tp_rank="0"} NaN
 hicache_ext_capacity_bytes{tier="pool",tp_rank="0"} NaN
+hicache_ext_tier_up{tier="pool",tp_rank="0"} 1
 """
     disk, pool = table(None, read_samples(text))[3:5]
     assert disk.split()[6] == "51"

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from hicache_ext.errors import BenchmarkError, CopyError
+from hicache_ext.errors import CommandError, CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerCopy, LayerStack, device_rows, host_rows, page_tokens
@@ -73,7 +73,7 @@ class CheckedMemory:
 
 
 def check_engines() -> Iterator[tuple[str, int]]:
-    """(engine, cases that were equal to the reference). Raises BenchmarkError on the first wrong byte."""
+    """(engine, cases that were equal to the reference). Raises CommandError on the first wrong byte."""
     on_gpu = torch.cuda.is_available()
     counts: dict[str, int] = {}
     for layout in HOST_LAYOUTS:
@@ -88,7 +88,7 @@ def check_engines() -> Iterator[tuple[str, int]]:
                 if found is None:
                     continue
                 if not all(torch.equal(*pair) for pair in zip(found, expected, strict=True)):
-                    raise BenchmarkError(f"{name} moved wrong bytes: {direction}, {layout}")
+                    raise CommandError(f"{name} moved wrong bytes: {direction}, {layout}")
                 counts[name] += 1
     yield from counts.items()
 

@@ -1,7 +1,7 @@
 """The strongest rivals that can be installed, as contenders that the package's own harness (hicache_ext.bench) runs.
 
 An engine is a context that starts its server and gives the contenders by name, and the names of those that are its own
-clients, to which ratios are. It raises BenchmarkError where the server is missing.
+clients, to which ratios are. It raises CommandError where the server is missing.
 """
 
 from collections.abc import Callable, Iterable

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from benchmarks.rivals import ours
 from hicache_ext.bench.pool import SEGMENTS, Open, Pages
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 from tests.rigs.mooncake_servers import MooncakeServers, missing_mooncake
 from tests.rigs.own_network import own_network
 
@@ -26,7 +26,7 @@ _LEASE_MS = 5000
 @contextmanager
 def mooncake_servers(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[str]]]:
     if lacking := missing_mooncake():
-        raise BenchmarkError(f"missing: {lacking}")
+        raise CommandError(f"missing: {lacking}")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     # Mooncake's processes listen on all interfaces.
     with own_network(), MooncakeServers(directory, segment_bytes=2 << 30, lease_ms=_LEASE_MS) as servers:
@@ -47,7 +47,7 @@ class RawMooncake:
         module: Any = importlib.import_module("mooncake.store")
         self._store: Any = module.MooncakeDistributedStore()
         if self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", servers.master):
-            raise BenchmarkError("raw Mooncake: setup failed")
+            raise CommandError("raw Mooncake: setup failed")
         for pages in memory:
             for array in (pages.sources, pages.targets):
                 self._store.register_buffer(array.ctypes.data, array.nbytes)

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.rivals import ours
 from hicache_ext.bench.pool import Open, Pages
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 from tests.rigs.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, missing_s3_server
 
 OBJECT_REQUESTS = 32
@@ -23,7 +23,7 @@ OBJECT_REQUESTS = 32
 @contextmanager
 def object_stores(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[str]]]:
     if program := missing_s3_server():
-        raise BenchmarkError(f"missing: {program}")
+        raise CommandError(f"missing: {program}")
     with S3Server(directory) as server:
         before = dict(os.environ)
         os.environ.update(server.environment())

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.rivals import ours
 from hicache_ext.bench.pool import Open, Pages
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 from hicache_ext.packages import need
 from hicache_ext.runtime.vectored import IOV_MAX, after
 from tests.rigs.redis_servers import RedisServer, redis_program
@@ -30,7 +30,7 @@ REDIS_CONNECTIONS = 4
 @contextmanager
 def redis_server(directory: Path) -> Iterator[tuple[dict[str, Open], Iterable[str]]]:
     if redis_program() is None:
-        raise BenchmarkError("missing: redis-server")
+        raise CommandError("missing: redis-server")
     with RedisServer(directory / "redis") as server:
         own: dict[str, Open] = {
             "redis-py, MGET and pipelined SET": lambda memory: RedisPy(server),
@@ -125,7 +125,7 @@ class LMCacheRedis:
         self._idle.put(client)
         ((_, succeeded, error, _),) = ended
         if not succeeded:
-            raise BenchmarkError(f"LMCache's client: {error}")
+            raise CommandError(f"LMCache's client: {error}")
         return len(keys)
 
     def _lent(self) -> Any:
@@ -206,5 +206,5 @@ def _fill(connection: socket.socket, buffers: list[memoryview]) -> None:
     while buffers:
         received = connection.recvmsg_into(buffers[:IOV_MAX])[0]
         if not received:
-            raise BenchmarkError("bare sockets: the server closed the connection")
+            raise CommandError("bare sockets: the server closed the connection")
         buffers = after(buffers, received)

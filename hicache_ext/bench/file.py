@@ -33,7 +33,7 @@ from hicache_ext.bench.pool import Case, OurClient, Pages, PoolClient, page_keys
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.values import format_size
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 from hicache_ext.packages import need
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.commands import terminated_in_order
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, rivals: Mapping[str, Open] | None = None)
     directory = arguments.directory
     payloads, total, rounds = what_to_measure(arguments)
     if not directory.is_dir():
-        raise BenchmarkError(f"--directory {directory}: no such directory")
+        raise CommandError(f"--directory {directory}: no such directory")
     need("sglang", "torch")
     logging.getLogger("sglang").setLevel(logging.ERROR)
     machine = machine_facts(directory, ("hicache-ext", "sglang", "torch", "aiofiles", "xxhash"))
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, rivals: Mapping[str, Open] | None = None)
             case = Case.of(payload, 1, total, _BATCHES_AT_LEAST)
             wanted, free = 2 * case.total + (256 << 20), shutil.disk_usage(directory).free
             if wanted > free:
-                raise BenchmarkError(f"{size}: needs {wanted >> 20} MiB of disk, {free >> 20} are free; lower --total")
+                raise CommandError(f"{size}: needs {wanted >> 20} MiB of disk, {free >> 20} are free; lower --total")
             points = {mode: Point(mode, (("payload_bytes", payload),)) for mode in MODES}
             pages = Pages(payload, case.batch, 0)
             measure = {name: partial(_measure, name, contenders[name], case, pages, directory) for name in contenders}
@@ -181,7 +181,7 @@ RAW: Mapping[str, Open] = {
 
 
 def _measure(name: str, open_contender: Open, case: Case, pages: Pages, parent: Path) -> Mapping[str, Sample]:
-    """Write everything once, and read it with the page cache warm and dropped. Raises BenchmarkError for a wrong
+    """Write everything once, and read it with the page cache warm and dropped. Raises CommandError for a wrong
     answer."""
     # Room for every contender's headers, directories and reservations: nothing is evicted.
     room = case.total * 3 // 2 + case.batch * case.batches * 16384 + (64 << 20)

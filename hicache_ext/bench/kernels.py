@@ -18,7 +18,7 @@ import torch
 
 from hicache_ext.bench.frame import Table, machine_facts, number, report, today
 from hicache_ext.config.values import format_size
-from hicache_ext.errors import BenchmarkError, CopyError
+from hicache_ext.errors import CommandError, CopyError
 from hicache_ext.kernels.calibration import (
     Calibration,
     Measurement,
@@ -82,9 +82,9 @@ def _tables(measurements: Sequence[Measurement]) -> Iterator[Table]:
 
 
 def calibrate(seconds: float) -> Calibration:
-    """Measure for about ``seconds``. Raises BenchmarkError without a GPU, or without SGLang to compare with."""
+    """Measure for about ``seconds``. Raises CommandError without a GPU, or without SGLang to compare with."""
     if not torch.cuda.is_available():
-        raise BenchmarkError("a calibration needs a CUDA device; this machine has none")
+        raise CommandError("a calibration needs a CUDA device; this machine has none")
     sglang_hooks.use(None)
     measurements: list[Measurement] = []
     ends = time.monotonic() + seconds
@@ -99,7 +99,7 @@ def calibrate(seconds: float) -> Calibration:
         except Exception as error:  # noqa: BLE001 - what SGLang cannot do on this machine is left out
             print(f"  left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
     if not measurements:
-        raise BenchmarkError("nothing could be measured: SGLang's pools cannot be built on this machine")
+        raise CommandError("nothing could be measured: SGLang's pools cannot be built on this machine")
     return Calibration(torch.cuda.get_device_name(), driver_version(), today(), tuple(measurements))
 
 

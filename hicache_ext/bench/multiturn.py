@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from hicache_ext.bench.frame import (
     positive,
     report,
 )
-from hicache_ext.errors import BenchmarkError, ServerError
+from hicache_ext.errors import CommandError, ServerError
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.runtime.shown import shown_address
 from hicache_ext.testing.client import Generation, SglangClient
@@ -72,9 +72,9 @@ class Workload:
     turns: int = 10
     system_tokens: int = 256
     """Shared by all users."""
-    question_tokens: tuple[int, int] = (40, 80)
+    question_tokens: Sequence[int] = (40, 80)
     """New tokens of a user's turn, from and to."""
-    answer_tokens: tuple[int, int] = (60, 100)
+    answer_tokens: Sequence[int] = (60, 100)
     """Length of an answer, from and to; the end-of-sequence token is ignored."""
     seed: int = 1
 
@@ -115,15 +115,15 @@ class Target:
 
 
 def endpoint(text: str) -> Target:
-    """Return a server that runs, of NAME=URL. Raises BenchmarkError."""
+    """Return a server that runs, of NAME=URL. Raises CommandError."""
     name, _, url = text.partition("=")
     if not name or not url:
-        raise BenchmarkError(f"--endpoint {text}: want NAME=URL")
+        raise CommandError(f"--endpoint {text}: want NAME=URL")
     return Target(name, f"{url}/generate", partial(nullcontext, SglangClient(url)))
 
 
 def converse(target: Target, workload: Workload, *, flush: bool = False, settle: float = 0.0) -> ArmResult:
-    """Let all users ask, turn by turn: every user has had turn t before any has turn t + 1. Raises BenchmarkError."""
+    """Let all users ask, turn by turn: every user has had turn t before any has turn t + 1. Raises CommandError."""
     conversations = [Conversation(user, workload) for user in range(workload.users)]
     turns: list[list[Generation]] = []
     seconds = 0.0
@@ -148,7 +148,7 @@ def converse(target: Target, workload: Workload, *, flush: bool = False, settle:
                 end_turn()
     except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
         problem = "" if isinstance(error, ServerError) else " cannot be reached"
-        raise BenchmarkError(shown_address(f"{target.address}{problem}: {error}")) from error
+        raise CommandError(shown_address(f"{target.address}{problem}: {error}")) from error
     return ArmResult(target.name, [turns], seconds)
 
 
@@ -258,14 +258,7 @@ def tables(results: Sequence[ArmResult]) -> Iterator[Table]:
 
 def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Target]]) -> int:
     """Have the same conversations with each of ``targets(number of the round)``; print and write what came out."""
-    workload = Workload(
-        users=arguments.users,
-        turns=arguments.turns,
-        system_tokens=arguments.system_tokens,
-        question_tokens=tuple(arguments.question_tokens),
-        answer_tokens=tuple(arguments.answer_tokens),
-        seed=arguments.seed,
-    )
+    workload = Workload(**{field.name: getattr(arguments, field.name) for field in fields(Workload)})
     measured: dict[str, ArmResult] = {}
     for round_number in range(arguments.rounds):
         # Other conversations in each round: what runs already has the last one's in its caches.
@@ -278,7 +271,7 @@ def compare(arguments: argparse.Namespace, targets: Callable[[int], Sequence[Tar
             measured[target.name] = ArmResult(target.name, rounds, before.seconds + result.seconds)
             print(f"{target.name}: done in {result.seconds:.1f} s", flush=True)
     if not measured:
-        raise BenchmarkError("nothing to talk to: give --endpoint")
+        raise CommandError("nothing to talk to: give --endpoint")
     results = list(measured.values())
     machine = machine_facts(Path.cwd(), ("hicache-ext", "sglang", "torch"))
     entries = [result.entry() for result in results]

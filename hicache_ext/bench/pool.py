@@ -27,7 +27,7 @@ from hicache_ext.bench.frame import (
 )
 from hicache_ext.config import load_config
 from hicache_ext.config.values import format_size
-from hicache_ext.errors import BenchmarkError, ConfigError
+from hicache_ext.errors import CommandError, ConfigError
 from hicache_ext.page.memory import Addresses, PageMemory
 from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.storage.contract.base import leading
@@ -126,7 +126,7 @@ class Pages:
 
     def __init__(self, payload: int, batch: int, seed: int) -> None:
         if payload % (SEGMENTS * _STAMP):
-            raise BenchmarkError(f"a page of {payload} bytes cannot be made: take a multiple of {SEGMENTS * _STAMP}")
+            raise CommandError(f"a page of {payload} bytes cannot be made: take a multiple of {SEGMENTS * _STAMP}")
         self.payload = payload
         self.batch = batch
         self.seed = seed
@@ -152,12 +152,12 @@ class Pages:
         )
 
     def check(self, number: int, contender: str) -> None:
-        """Raise BenchmarkError unless what was read is byte for byte batch ``number``."""
+        """Raise CommandError unless what was read is byte for byte batch ``number``."""
         self.stamp(number)
         received = self.targets if self.received is None else self.received
         for page in range(self.batch):
             if not np.array_equal(np.frombuffer(received[page], np.uint8), self.sources[page]):
-                raise BenchmarkError(f"{contender}: page {page} of batch {number} came back with other bytes")
+                raise CommandError(f"{contender}: page {page} of batch {number} came back with other bytes")
 
 
 class PoolClient(Protocol):
@@ -228,7 +228,7 @@ def page_keys(name: str, count: int) -> list[bytes]:
 def measure(name: str, client: PoolClient, case: Case, memory: Sequence[Pages]) -> dict[str, Sample]:
     """Write and read everything once, under new keys, and remove it again.
 
-    Raises BenchmarkError for an answer that is wrong or not complete.
+    Raises CommandError for an answer that is wrong or not complete.
     """
     turn = secrets.token_hex(8)
     keys = [[page_keys(f"{turn}/{t}/{n}", case.batch) for n in range(case.batches)] for t in range(case.threads)]
@@ -247,7 +247,7 @@ def run_calls(
 ) -> Sample:
     """Let all threads go through their batches, and meet after each. Stamping and comparing stop the clock.
 
-    Raises BenchmarkError for an answer that is wrong or not complete, and what ``move`` raises.
+    Raises CommandError for an answer that is wrong or not complete, and what ``move`` raises.
     """
     calls: list[float] = []
     seconds = cpu = 0.0
@@ -257,7 +257,7 @@ def run_calls(
         moved = move(thread, number)
         taken = time.perf_counter() - began
         if moved != case.batch:
-            raise BenchmarkError(f"{name}: {moved} pages of {case.batch} were moved")
+            raise CommandError(f"{name}: {moved} pages of {case.batch} were moved")
         return taken
 
     with ThreadPoolExecutor(case.threads) as threads:

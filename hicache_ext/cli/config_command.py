@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, ServerRole, check_document, format_duration
@@ -25,8 +23,7 @@ from hicache_ext.config.render import (
     launch_lines,
     linker_config,
 )
-from hicache_ext.config.schema import as_config_error
-from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.commands import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use
 
@@ -62,8 +59,7 @@ def _check(arguments: argparse.Namespace) -> int:
         # What is wrong is what this command is there to find.
         if not arguments.json:
             raise
-        wrong = error.errors if isinstance(error, ConfigErrors) else (error,)
-        problems = [{"key": one.key, "problem": one.problem, "allowed": one.allowed} for one in wrong]
+        problems = [{"key": one.key, "problem": one.problem, "allowed": one.allowed} for one in error.errors]
         print_json({"ok": False, "problems": problems})
         return 2
     show(arguments, document, lines)
@@ -157,9 +153,8 @@ def notes_on(checked: ExtraConfig, inline: bool) -> Iterator[tuple[str, str]]:
         try:
             view = config.for_role(role)
             sharing = tier_use(view).sharing
-        except (ConfigError, ValidationError) as error:
-            problem = as_config_error(error) if isinstance(error, ValidationError) else error
-            yield f"role {role}", f"a server of it is refused at its start: {problem}"
+        except ConfigError as error:
+            yield f"role {role}", f"a server of it is refused at its start: {error}"
             continue
         stored = [sharing[name].shared for name in view.store_locations]
         if role == "decode" and config.role != "auto" and stored and not any(stored):

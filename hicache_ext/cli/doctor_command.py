@@ -31,9 +31,9 @@ from hicache_ext.cli.config_command import notes_on
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
 from hicache_ext.cli.output import describe, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
+from hicache_ext.config.model import SGLANG
 from hicache_ext.config.secrets import SealKeyReference
-from hicache_ext.config.sections import SGLANG
-from hicache_ext.errors import ConfigError, ConfigErrors, MissingPackageError, StoreError, UnsupportedError
+from hicache_ext.errors import ConfigError, MissingPackageError, StoreError, UnsupportedError
 from hicache_ext.packages import how_to_install, installed_version
 from hicache_ext.page.recording import SUFFIX
 from hicache_ext.page.transforms.sealing import CipherKind, fastest_cipher
@@ -66,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ConfigError("--tier", f"no tier is named {name!r}", ", ".join(checked.hicache_ext.tiers))
     except ConfigError as error:
         if arguments.json:
-            sentences = [str(one) for one in (error.errors if isinstance(error, ConfigErrors) else (error,))]
-            print_json({"level": "error", "configuration": sentences, "sections": []})
+            print_json({"level": "error", "configuration": list(map(str, error.errors)), "sections": []})
             return 2
         raise
     sections: list[dict[str, Any]] = []

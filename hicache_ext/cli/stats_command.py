@@ -22,7 +22,7 @@ from typing import Any
 
 from hicache_ext.cli.output import describe, fitted, rough_span, show
 from hicache_ext.config import parse_duration, rounded_size
-from hicache_ext.errors import ConfigError, StatsError
+from hicache_ext.errors import CommandError, ConfigError
 from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.storage.serving.metrics_export import CALL_SECONDS, PREFIX
@@ -34,7 +34,6 @@ _BESIDE = ("pull", "pd_write", "hints", "kv_hints", "kernels", "record", "events
 _RATES = ("asked", "found", "used", "dropped", "promoted", "prefetched", "prefetched_wasted")
 """Columns of pages."""
 _BREAKER_STATES = ("closed", "half open", "open")
-_PATH_EVENTS = ("out_of_service", "back_in_service")
 PROMPT_TOKENS = "sglang:prompt_tokens_total"
 CACHED_TOKENS = "sglang:cached_tokens_total"
 _SOURCES = {
@@ -82,18 +81,19 @@ class Samples:
 
 
 def read_samples(text: str) -> Samples:
-    """The samples for the table, from an answer of ``/metrics`` (Prometheus text format)."""
+    """The samples for the table, from an answer of ``/metrics`` (Prometheus text format). What is not known (NaN) is
+    none."""
     values = {}
     for line in text.splitlines():
         wanted = line.startswith((PREFIX, PROMPT_TOKENS, CACHED_TOKENS))
         match = _SAMPLE.fullmatch(line.strip()) if wanted else None
-        if match is not None:
-            name, labels, value = match.groups()
+        if match is not None and not math.isnan(value := float(match[3])):
+            name, labels = match[1], match[2]
             found = tuple(
                 (key, shown_text(re.sub(r"\\.", lambda piece: _ESCAPES.get(piece[0], piece[0]), text)))
                 for key, text in _LABEL.findall(labels or "")
             )
-            values[name, found] = float(value)
+            values[name, found] = value
     return Samples(values, time.monotonic())
 
 
@@ -102,8 +102,14 @@ def figures(before: Samples | None, now: Samples) -> dict[str, Any]:
 
     ``seconds`` is the time between the looks, None for totals. The keys are those of ``--json`` (docs/command-line.md).
     """
-    grown, serving = _grown(before, now), now.each(f"{PREFIX}serving")
-    tiers, beside = _tiers_and_others(now)
+    then = {} if before is None else before.values
+    # After a restart a server counts from 0 again.
+    grown = Samples({key: max(0.0, value - then.get(key, 0.0)) for key, value in now.values.items()}, now.when)
+    serving = now.each(f"{PREFIX}serving")
+    # What can be up is a tier; all of them together come last.
+    names = {tier for _, labels in now.values if (tier := dict(labels).get("tier")) is not None}
+    beside = [name for name in _BESIDE if not now.each(f"{PREFIX}tier_up", tier=name)]
+    tiers = sorted(names - {"all", "backend", *beside}) + sorted(names & {"all"})
     tokens = grown.total(PROMPT_TOKENS)
     cached = {source: grown.total(CACHED_TOKENS, cache_source=source) for source in _SOURCES}
     return {
@@ -128,15 +134,21 @@ def _tier(grown: Samples, now: Samples, tier: str) -> dict[str, Any]:
     for event in ("corrupt", "suspect", "rejected", "breaker"):
         why |= {f"{event} {reason}": count for reason, count in by_reason(event).items()}
     worst = max(now.each(f"{PREFIX}breaker_state", tier=tier), default=0.0)
+    # Where each rank has a directory, the fullest counts.
+    used, capacity = (now.by("tp_rank", f"{PREFIX}{name}_bytes", tier=tier) for name in ("used", "capacity"))
+    filled = [used[rank] / most for rank, most in capacity.items() if most > 0 and rank in used]
     full_since = now.each(f"{PREFIX}no_space_since_seconds", tier=tier)
+    events = ("out_of_service", "back_in_service")
+    out, back = (now.by("reason", f"{PREFIX}path_{event}_total", tier=tier) for event in events)
+    shares = {at: now.each(f"{PREFIX}hit_share_at_{at}", tier=tier) for at in CAPACITIES}
     return {
         "tier": tier,
         "up": _up(now, tier),
         "breaker": _BREAKER_STATES[int(worst)],
         **{f"{stage}_pages": pages.get(stage, 0.0) for stage in ("asked", "found", "used")},
-        "filled": _full(now, tier),
+        "filled": max(filled, default=math.nan),
         "no_space_since": min((moment for moment in full_since if moment > 0), default=None),
-        "paths_out": _paths_out(now, tier),
+        "paths_out": sorted(path for path, count in out.items() if count > back.get(path, 0.0)),
         "read_bytes": of("bytes", "get"),
         "written_bytes": of("bytes", "set"),
         "get_seconds_p50": _quantile(grown, tier, "get", 0.5),
@@ -148,7 +160,7 @@ def _tier(grown: Samples, now: Samples, tier: str) -> dict[str, Any]:
         "prefetched_pages": of("prefetch", "fetched"),
         "prefetched_useful_pages": of("prefetch", "useful"),
         "prefetched_wasted_pages": of("prefetch", "wasted"),
-        "hit_share_at": _curve(now, tier),
+        "hit_share_at": {at: sum(of_ranks) / len(of_ranks) for at, of_ranks in shares.items() if of_ranks},
         "tenants": _tenants(grown, now, tier),
         "not_hit": {reason: count for reason, count in why.items() if count},
     }
@@ -185,7 +197,7 @@ def _beside(grown: Samples, now: Samples, name: str) -> dict[str, Any]:
 
 def _up(now: Samples, tier: str) -> str:
     """Whether every rank reaches the tier and uses it."""
-    ups = [up for up in now.each(f"{PREFIX}tier_up", tier=tier) if not math.isnan(up)]
+    ups = now.each(f"{PREFIX}tier_up", tier=tier)
     if not ups:
         return "" if tier == "all" else "-"
     if not any(ups):
@@ -195,40 +207,6 @@ def _up(now: Samples, tier: str) -> str:
     return "yes" if all(ups) else f"{sum(ups):.0f} of {len(ups)}"
 
 
-def _full(now: Samples, tier: str) -> float:
-    """The filled share of the tier, NaN where none is known. Where each rank has a directory, the fullest counts."""
-    used = now.by("tp_rank", f"{PREFIX}used_bytes", tier=tier)
-    capacity = now.by("tp_rank", f"{PREFIX}capacity_bytes", tier=tier)
-    known = [
-        used[rank] / most for rank, most in capacity.items() if most > 0 and not math.isnan(used.get(rank, math.nan))
-    ]
-    return max(known, default=math.nan)
-
-
-def _paths_out(now: Samples, tier: str) -> list[str]:
-    """The directories of a file tier that are out of service, of one rank at least."""
-    out, back = (now.by("reason", f"{PREFIX}path_{event}_total", tier=tier) for event in _PATH_EVENTS)
-    return sorted(path for path, count in out.items() if count > back.get(path, 0.0))
-
-
-def _curve(now: Samples, tier: str) -> dict[str, float]:
-    """The share of page uses that each of ``CAPACITIES`` would serve, the mean of the ranks; empty where none knows."""
-    shares = {}
-    for at in CAPACITIES:
-        known = [share for share in now.each(f"{PREFIX}hit_share_at_{at}", tier=tier) if not math.isnan(share)]
-        if known:
-            shares[at] = sum(known) / len(known)
-    return shares
-
-
-def _grown(before: Samples | None, now: Samples) -> Samples:
-    """What the counters have grown by between two looks, or from 0. After a restart a server counts from 0 again."""
-    if before is None:
-        return now
-    grown = {key: max(0.0, value - before.values.get(key, 0.0)) for key, value in now.values.items()}
-    return Samples(grown, now.when)
-
-
 def _quantile(grown: Samples, tier: str, operation: str, share: float) -> float:
     """The quantile ``share`` of the seconds of calls: the bound of a bucket. NaN without calls."""
     buckets = grown.by("le", f"{CALL_SECONDS}_bucket", tier=tier, operation=operation)
@@ -236,13 +214,6 @@ def _quantile(grown: Samples, tier: str, operation: str, share: float) -> float:
     if not ordered or not ordered[-1][1]:
         return math.nan
     return next(bound for bound, count in ordered if count >= share * ordered[-1][1])
-
-
-def _tiers_and_others(samples: Samples) -> tuple[list[str], list[str]]:
-    """The tiers with all of them together last, and what counts beside them. What can be up is a tier."""
-    names = {tier for _, labels in samples.values if (tier := dict(labels).get("tier")) is not None}
-    beside = [name for name in _BESIDE if not samples.each(f"{PREFIX}tier_up", tier=name)]
-    return sorted(names - {"all", "backend", *beside}) + [name for name in ("all",) if name in names], beside
 
 
 # -- stats -------------------------------------------------------------------------------------------------------------
@@ -288,7 +259,7 @@ def _stats(arguments: argparse.Namespace) -> int:
 
 
 def fetch(url: str) -> Samples:
-    """The samples of the server at ``url``. Raises StatsError with a sentence."""
+    """The samples of the server at ``url``. Raises CommandError with a sentence."""
     try:
         # An operator's own servers are not behind the proxies of the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -296,14 +267,14 @@ def fetch(url: str) -> Samples:
             text = str(response.read(_LONGEST), "utf-8", "replace")
     except urllib.error.HTTPError as error:
         hint = "; was the server started with --enable-metrics?" if error.code == 404 else ""
-        raise StatsError(f"{shown_address(url)} answered {error.code}{hint}") from None
+        raise CommandError(f"{shown_address(url)} answered {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise StatsError(f"{shown_address(url)} cannot be read: {shown_address(str(reason))}") from None
+        raise CommandError(f"{shown_address(url)} cannot be read: {shown_address(str(reason))}") from None
     samples = read_samples(text)
     if not any(name.startswith(PREFIX) for name, _ in samples.values):
         remedy = "is it the storage backend, and --enable-metrics given?"
-        raise StatsError(f"{shown_address(url)} has no metrics of hicache_ext; {remedy}")
+        raise CommandError(f"{shown_address(url)} has no metrics of hicache_ext; {remedy}")
     return samples
 
 
@@ -442,7 +413,7 @@ def _curves(arguments: argparse.Namespace) -> int:
         if not (shares := tier["hit_share_at"]):
             continue
         sizes = samples.each(f"{PREFIX}capacity_bytes", tier=tier["tier"])
-        capacity = max((size for size in sizes if not math.isnan(size) and size > 0), default=None)
+        capacity = max((size for size in sizes if size > 0), default=None)
         tiers.append({"tier": tier["tier"], "capacity_bytes": capacity, "hit_share_at": shares})
         lines.append(f"{tier['tier']}: share of page uses served, by capacity")
         for at, share in shares.items():

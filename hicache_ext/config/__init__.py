@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 from hicache_ext.config.load import Source, check_document, load_config, load_document, read_document
-from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ModelConfig, RoleConfig, ServerRole
+from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, KernelsConfig, ModelConfig, RoleConfig, ServerRole
 from hicache_ext.config.secrets import Secret
-from hicache_ext.config.sections import KernelsConfig
 from hicache_ext.config.tier import RemoteTierConfig, TierConfig, tier_types
 from hicache_ext.config.values import (
     format_duration,

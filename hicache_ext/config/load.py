@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig
 from hicache_ext.config.problems import config_error, key_path, kind_of, quoted, shown
 from hicache_ext.config.schema import as_config_error
-from hicache_ext.config.secrets import Secret
+from hicache_ext.config.secrets import Secret, text_of
 from hicache_ext.errors import ConfigError
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
@@ -27,7 +27,8 @@ def load_config(source: Source) -> HicacheExtConfig:
     """The section ``hicache_ext`` of ``source``, checked and resolved on this node.
 
     Raises ``ConfigError``, or ``ConfigErrors`` when several places are wrong: one sentence each, with the full key
-    path, what was wrong and what is allowed. Call it at start; it reads files and environment variables.
+    path, what was wrong and what is allowed. What does not fit together is said once each value is right
+    by itself. Call it at start; it reads files and environment variables.
     """
     return load_document(source).hicache_ext
 
@@ -55,7 +56,7 @@ def check_document(document: Mapping[str, Any]) -> ExtraConfig:
     if errors := list(keys_that_are_not_text(document)):
         raise config_error(errors)
     try:
-        checked = ExtraConfig.validated(document)
+        checked = ExtraConfig.model_validate(dict(document))
     except ValidationError as error:
         # "from None": pydantic's error must not reach a log; it repeats what was put in.
         raise as_config_error(error) from None
@@ -94,21 +95,9 @@ def read_file(path: Path) -> dict[str, Any]:
         found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
         raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     try:
-        with path.open("rb") as file:
-            raw = file.read(_LARGEST_FILE + 1)
-    except FileNotFoundError:
-        raise ConfigError(name, "there is no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(name, "is a directory, not a file") from None
-    except OSError as error:
-        raise ConfigError(name, f"cannot be read ({error.strerror or type(error).__name__})") from None
-    if len(raw) > _LARGEST_FILE:
-        raise ConfigError(name, "is larger than 1MiB, which no configuration is")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(name, f"is not UTF-8 text in line {line}") from None
+        text = text_of(name, _LARGEST_FILE)
+    except ConfigError as error:
+        raise ConfigError(name, error.problem) from None
     return read_text(text, name, parse)
 
 

@@ -1,40 +1,29 @@
-"""The configuration: the section ``hicache_ext`` and the document around it that SGLang reads."""
+"""The configuration: its sections besides ``tiers``, all of ``hicache_ext``, and the document around it that SGLang
+reads: what each key takes, and what is wrong with a value."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from hicache_ext.config.problems import did_you_mean, key_path, listed, quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, ConfigModel, allowed_for, true_or_false
-from hicache_ext.config.sections import (
-    POLICIES_ALLOWED,
-    BackgroundConfig,
-    EventsConfig,
-    HintsConfig,
-    KernelsConfig,
-    LinkerConfig,
-    PdConfig,
-    PrefetchConfig,
-    RecordConfig,
-    StorePolicy,
-    TracingConfig,
-    parse_policies,
-)
-from hicache_ext.config.tier import AnyTier, TierConfig, tier_types
+from hicache_ext.config.problems import config_error, did_you_mean, listed, quoted, refuse, shown
+from hicache_ext.config.schema import OFF, Allowed, ConfigModel, true_or_false
+from hicache_ext.config.tier import AnyTier, tier_types
 from hicache_ext.config.values import (
     LONGEST_DURATION,
     NO_LIMIT,
+    absolute_path,
     directory_relation,
     duration,
     format_duration,
     number,
+    or_word,
+    size,
     whole_number,
 )
 from hicache_ext.errors import ConfigError
@@ -42,13 +31,241 @@ from hicache_ext.page.transforms.header import LOSSY_CODECS
 from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, MOST_TENANTS, Tenant
 
 BACKEND_NAME = "hicache_ext"
-MODULE_PATH = "hicache_ext.storage.backend"
-CLASS_NAME = "HiCacheExtBackend"
 SECTION = "hicache_ext"
 
 Role = Literal["auto", "prefill", "decode", "both"]
 ServerRole = Literal["prefill", "decode", "both"]
 """What a server is once it runs; ``auto`` has been resolved."""
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+StorePolicy = Literal["sync", "async"]
+
+_BufferSize = Annotated[
+    int, Allowed("a size such as 256MiB, at least 1MiB, or 0 for none", size(1 << 20, NO_LIMIT, or_none=True))
+]
+_Duration = Annotated[float, Allowed("a duration from 10ms to 1h, such as 5s", duration(0.01, 3600))]
+
+
+class PrefetchConfig(ConfigModel):
+    """Pages fetched from outer tiers while SGLang allocates and queues; per rank."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "lifetime": "a page that nobody reads is kept for 30 seconds",
+        "streams": "four calls on each outer tier go on simultaneously",
+    }
+
+    buffer: _BufferSize = 256 * 1024 * 1024
+    """bytes of host memory that fetched pages may take until they are read; 0: no prefetch"""
+
+
+class BackgroundConfig(ConfigModel):
+    """Writes that no request waits for; per rank."""
+
+    removed: ClassVar[Mapping[str, str]] = {"promotion_buffer": "128MiB may wait to be promoted"}
+
+    store_buffer: _BufferSize = 256 * 1024 * 1024
+    """bytes waiting for each tier with the policy async; what does not fit is dropped and counted"""
+    drain: _Duration = 5.0
+    """how long the server waits at its end for what is still to be written"""
+
+
+EngineName = Literal["auto", "sglang", "reference", "batched_dma", "triton"]
+
+
+class KernelsConfig(ConfigModel):
+    """``auto`` follows the calibration; any other engine serves whatever it can, SGLang's own path the rest."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "triton_programs": "the Triton engine copies with four programs, each on a multiprocessor",
+        "calibration": "it lies where hicache-ext bench kernels --calibrate writes it, below XDG_CACHE_HOME",
+    }
+
+    engine: EngineName = "auto"
+    """what moves bytes between the GPU and host memory; auto: what the calibration found fastest"""
+
+
+class LinkerConfig(ConfigModel):
+    """``linker``: only where SGLang moves pages through its external linker, without a host cache; per rank."""
+
+    staging: Annotated[int, Allowed("a size such as 2GiB, at least 1MiB", size(1 << 20, NO_LIMIT))] = (
+        2 * 1024 * 1024 * 1024
+    )
+    """bytes of page-locked host memory through which pages pass, half of it for each direction"""
+    load_timeout: _Duration = 5.0
+    """how long a request waits in the queue for its stored pages; then it is computed"""
+
+
+_ENDPOINT = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", re.ASCII)
+
+
+def _endpoint(value: object) -> str:
+    found = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+    if not isinstance(value, str) or found is None or not 0 < int(found[1]) < 1 << 16:
+        raise refuse(value)
+    return value
+
+
+def _topic(value: object) -> str:
+    if not isinstance(value, str) or (value and not value.isprintable()):
+        raise refuse(value)
+    return value
+
+
+_Endpoint = Annotated[
+    str,
+    Allowed(
+        "tcp://ADDRESS:PORT with an address of this machine, or * for all of them, such as tcp://*:5657", _endpoint
+    ),
+]
+
+
+class EventsConfig(ConfigModel):
+    """``events``: on where it is there."""
+
+    required_because: ClassVar[Mapping[str, str]] = {
+        "endpoint": "required: where routers subscribe",
+        "replay_endpoint": "required: a router that missed an event could never be right again without it",
+    }
+    removed: ClassVar[Mapping[str, str]] = {
+        "interval": "the tiers are looked at every second, and less often where a look takes long"
+    }
+
+    endpoint: _Endpoint
+    """where routers subscribe; each DP replica takes the next port"""
+    replay_endpoint: _Endpoint
+    """where routers ask for what they missed; each DP replica takes the next port"""
+    topic: Annotated[str, Allowed("text without line breaks", _topic)] = ""
+    """the first frame of every message"""
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.endpoint.rpartition(":")[2] == self.replay_endpoint.rpartition(":")[2]:
+            problem = "has the port of endpoint"
+            raise ConfigError(".replay_endpoint", problem, "another port")
+        return self
+
+
+SGLANG = "sglang"
+COLLECTOR_ALLOWED = (
+    "sglang, for the collector of --enable-trace, or the address of an OTLP/HTTP collector, such as"
+    " http://127.0.0.1:4318/v1/traces"
+)
+
+
+def _collector(value: object) -> str:
+    if value == SGLANG:
+        return SGLANG
+    if isinstance(value, str) and any(sign in value for sign in "@?#"):
+        # Not shown: it may be a secret.
+        problem = "has more in it than host, port and path: a user, a password, a query"
+        raise ConfigError("", problem, "credentials in the environment variable OTEL_EXPORTER_OTLP_HEADERS")
+    if not isinstance(value, str) or not value.isascii() or not value.isprintable() or " " in value:
+        raise refuse(value)
+    try:
+        parts = urllib.parse.urlsplit(value)
+        port_is_sound = parts.port != 0
+    except ValueError:
+        raise refuse(value) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_sound:
+        raise refuse(value)
+    if parts.path in ("", "/"):
+        raise ConfigError("", f"{shown(value)} has no path", f"such as {value.rstrip('/')}/v1/traces")
+    return value
+
+
+class TracingConfig(ConfigModel):
+    """``tracing``: on where it is there."""
+
+    required_because: ClassVar[Mapping[str, str]] = {"endpoint": "required: where spans go"}
+
+    endpoint: Annotated[str, Allowed(COLLECTOR_ALLOWED, _collector)]
+    """where spans go: the collector of SGLang's --enable-trace, or one of your own"""
+
+
+# Not in the class: its field has the name of the parser.
+_RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB", size(1 << 20, NO_LIMIT))]
+
+
+class RecordConfig(ConfigModel):
+    """``record``: on where it is there."""
+
+    required_because: ClassVar[Mapping[str, str]] = {"path": "required: the directory that recordings go to"}
+
+    path: Annotated[str, Allowed("an absolute path", absolute_path)]
+    """a directory for recordings alone; several processes may share it"""
+    size: _RecordingsSize = 256 << 20
+    """of all files in it together; the oldest are removed"""
+
+
+_Tokens = Annotated[int, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))]
+
+
+class WriteConfig(ConfigModel):
+    """``pd.write``: how a decode node writes the KV of what it generated."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "stride": "a running request is copied every 256 tokens",
+        "flush_on_abort": "what an aborted request had generated is written",
+        "missing_prefix": "a continuation whose prompt is not in the pool is not written",
+        "prefix_grace": "the prefill node has 5 s to write the prompt",
+        "drop": "the oldest continuation of the lowest priority goes first",
+        "retry_within": "no write is tried again later than 30 s after the first attempt",
+        "pages_in_flight": "512 pages are handed to the storage thread, the others wait",
+        "retries": "a failed write is tried again three times",
+        "ttl": "the writer cannot expire single pages; where the tier has a ttl, set that in the decode node's file",
+        "speculative": "drafts of EAGLE and MTP are written where a prefill node can use them",
+    }
+
+    enabled: bool = True
+    """false: SGLang's own decode offload, unchanged"""
+    min_tokens: _Tokens = 0
+    """requests that generate fewer tokens than this are not written"""
+
+
+class PullConfig(ConfigModel):
+    """``pd.pull``: when a prefill node reads a prefix from storage instead of computing it."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "hysteresis": "after a tier was too slow, a pull must be cheaper by a fifth",
+        "probe_interval": "a tier that is not used is measured every 10 s",
+        "prefill_rate": "what a prefill takes is measured",
+    }
+
+    mode: Literal["off", "fixed", "adaptive"] = "off"
+    """off: always pull; fixed: from min_tokens on; adaptive: when measured to be cheaper"""
+    min_tokens: _Tokens = 256
+    """shorter prefixes are computed (modes fixed and adaptive)"""
+
+
+class HintsConfig(ConfigModel):
+    """``pd.hints``: a decode node says which conversations are in the pool, and prefill nodes bring them to a local
+    tier before the next turn arrives."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "interval": "a prefill node looks for hints twice a second",
+        "max_pages": "a hint names the first 2048 pages of a conversation",
+        "keep": "the pool keeps the newest 256 hints",
+        "lifetime": "hints older than 60 s are ignored",
+    }
+
+    enabled: bool = False
+    """true: decode nodes send hints, prefill nodes follow them into promote_to"""
+    over: Annotated[str | None, Allowed("the name of a tier")] = None
+    """the tier whose engine carries the hints, of type redis or file; left out: the last of store_locations on a decode
+    node, of retrieve_locations on a prefill node"""
+
+
+class PdConfig(ConfigModel):
+    """``pd``: prefill/decode disaggregation. See docs/pd.md."""
+
+    write: WriteConfig = WriteConfig()
+    pull: PullConfig = PullConfig()
+    hints: HintsConfig = HintsConfig()
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' and '-'"
@@ -74,25 +291,16 @@ def _text(value: object) -> str:
     return value
 
 
-def _optional_text(value: object) -> str | None:
-    return None if value is None else _text(value)
+_Text = Annotated[str | None, Allowed("text", or_word(None, None, _text))]
 
-
-PROMOTE_NOTHING = "off"
-
-
-def _promote_to(value: object) -> str:
-    # An empty value has always meant no promotion.
-    return PROMOTE_NOTHING if value is None else _text(value)
+PROMOTE_NOTHING = OFF
 
 
 def _weights_epoch(value: object) -> str:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text(value)
 
 
-def _dtype(value: object) -> str | None:
-    if value is None:
-        return None
+def _dtype(value: object) -> str:
     text = _text(value)
     if text in _SHORT_DTYPES:
         raise ConfigError("", f"{shown(value)} is not the name of one dtype; {_SHORT_DTYPES[text]}", _DTYPE_ALLOWED)
@@ -111,10 +319,6 @@ def _interface_v1(value: object) -> int:
     raise ConfigError("", problem, _INTERFACE_ALLOWED)
 
 
-def _tp_lcm_size(value: object) -> int | None:
-    return None if value is None else whole_number(1, NO_LIMIT)(value)
-
-
 def _check_tier_name(name: str) -> str:
     if name == PROMOTE_NOTHING:
         raise ConfigError("", "this name has a meaning of its own in promote_to", "another name")
@@ -126,9 +330,9 @@ def _check_tier_name(name: str) -> str:
 class ModelConfig(ConfigModel):
     """Which weights computed the KV, where SGLang does not say it itself."""
 
-    id: Annotated[str | None, Allowed("text", _optional_text)] = None
+    id: _Text = None
     """the model's name; None is the name under which SGLang serves it"""
-    revision: Annotated[str | None, Allowed("text", _optional_text)] = None
+    revision: _Text = None
     """of the weights, e.g. a commit"""
     fingerprint: Annotated[str, Allowed("auto, off, or text used as it is", _text)] = "auto"
     """auto: a digest of the weight files; off: none; any other text is used as it is"""
@@ -146,11 +350,21 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 _Locations = Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED)]
-_Policies = Annotated[dict[str, StorePolicy], Allowed(POLICIES_ALLOWED, parse_policies)]
-_PromoteTo = Annotated[str | None, Allowed("the name of a tier, or off", _promote_to)]
+_Policies = Annotated[
+    dict[str, StorePolicy], Allowed("a mapping of tier names to sync or async, such as {pool: async}")
+]
+# An empty value has always meant no promotion.
+_PromoteTo = Annotated[str | None, Allowed("the name of a tier, or off", or_word(None, PROMOTE_NOTHING, _text))]
 _Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONGEST_DURATION))]
 _TENANT = re.compile(rf"[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}", re.ASCII)
-_SHARE_ALLOWED = "a percentage, such as 20%"
+
+
+def _check_role(name: object) -> object:
+    if name not in get_args(ServerRole):
+        raise ConfigError(
+            "", f"unknown role{did_you_mean(str(name), get_args(ServerRole))}", listed(get_args(ServerRole))
+        )
+    return name
 
 
 def _check_tenant(name: str) -> str:
@@ -163,19 +377,16 @@ def _check_tenant(name: str) -> str:
 def _share(value: object) -> float:
     found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", value, re.ASCII) if isinstance(value, str) else None
     if found is None or float(found[1]) > 100:
-        raise refuse(value, _SHARE_ALLOWED)
+        raise refuse(value)
     return float(found[1]) / 100
 
 
 class TenantConfig(ConfigModel):
     """What one tenant may have."""
 
-    share: Annotated[float, Allowed(_SHARE_ALLOWED, _share)] = 0.0
+    share: Annotated[float, Allowed("a percentage, such as 20%", _share)] = 0.0
     """of the slots of each file tier: so many of its pages no other tenant evicts"""
-    lease: Annotated[
-        float | None,
-        Allowed("a duration up to longest_lease, or 0", duration(0, 7 * 86400)),
-    ] = None
+    lease: Annotated[float | None, Allowed("a duration up to longest_lease, or 0", duration(0, 7 * 86400))] = None
     """how long its requests may keep their prompts with a hint; left out: longest_lease"""
 
 
@@ -214,7 +425,7 @@ class HicacheExtConfig(ConfigModel):
     model: ModelConfig = ModelConfig()
     pd: PdConfig = PdConfig()
     """prefill/decode disaggregation"""
-    kv_dtype: Annotated[str | None, Allowed(_DTYPE_ALLOWED, _dtype)] = None
+    kv_dtype: Annotated[str | None, Allowed(_DTYPE_ALLOWED, or_word(None, None, _dtype))] = None
     """the logical dtype of the KV cache, where SGLang's is not the right one"""
     longest_lease: Annotated[float, Allowed("a duration up to 7d, such as 1h, or 0", duration(0, 7 * 86400))] = 3600.0
     """how long a request may keep its prompt in a file tier with a hint; 0: of what requests say, only no_store and
@@ -242,12 +453,11 @@ class HicacheExtConfig(ConfigModel):
     ] = None
     """write what requests ask for to files, without tokens and text; left out: off"""
     roles: Annotated[
-        dict[ServerRole, RoleConfig],
+        dict[Annotated[ServerRole, BeforeValidator(_check_role)], RoleConfig],
         Field(default_factory=dict),
         Allowed("a mapping of prefill, decode or both to settings, such as {decode: {retrieve_locations: []}}"),
     ]
     """what is different on the servers of one role, so that all of them share a file"""
-    # Last: its check needs all that stands before it.
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:
@@ -273,11 +483,24 @@ class HicacheExtConfig(ConfigModel):
     def for_role(self, role: ServerRole) -> HicacheExtConfig:
         """The configuration of a server of ``role``: its overrides applied, and only the tiers that it uses.
 
-        A ``role`` in the file wins over the one that is given, which is what SGLang was launched as.
+        A ``role`` in the file wins over the one that is given, which is what SGLang was launched as. Raises ConfigError
+        for what only shows where the role is known.
         """
-        return _view(
-            self.role if self.role != "auto" else role, {name: getattr(self, name) for name in _SHARED}, self.roles
-        )
+        view = self._view(self.role if self.role != "auto" else role)
+        if errors := _misfits(view):
+            raise config_error([ConfigError(SECTION + one.key, one.problem, one.allowed) for one in errors])
+        used = {*view.retrieve_locations, *view.store_locations}
+        return view.model_copy(update={"tiers": {name: tier for name, tier in self.tiers.items() if name in used}})
+
+    def _view(self, role: ServerRole) -> HicacheExtConfig:
+        """The configuration of one role, not yet checked, with all tiers."""
+        own = self.roles.get(role) or RoleConfig.model_validate({})
+        changed = {name: getattr(own, name) for name in own.model_fields_set}
+        view = self.model_copy(update={**changed, "role": role, "roles": {}})
+        if "promote_to" in changed or view.promote_to in (PROMOTE_NOTHING, *view.retrieve_locations[:-1]):
+            return view
+        # Inherited, and of no use to a role that reads elsewhere.
+        return view.model_copy(update={"promote_to": None})
 
     @model_validator(mode="before")
     @classmethod
@@ -286,188 +509,117 @@ class HicacheExtConfig(ConfigModel):
         names = list(tiers) if isinstance(tiers, Mapping) else []
         return {"retrieve_locations": names, "store_locations": names, **values} if names else values
 
-    @field_validator("tiers", mode="after")
-    @classmethod
-    def _at_least_one_tier_and_no_shared_directory(cls, tiers: dict[str, AnyTier]) -> dict[str, AnyTier]:
-        if not tiers:
-            raise ConfigError("", "at least one tier is needed", "a mapping of names to tiers")
-        owners: list[tuple[str, str]] = []
-        for name, tier in tiers.items():
-            for directory in tier.directories():
-                for owner, other in owners:
-                    if relation := directory_relation(directory, other):
-                        problem = f"a directory of this tier {relation} one of tier {owner!r}"
-                        raise ConfigError(f".{name}.path", problem, "directories of one tier only")
-            owners.extend((name, directory) for directory in tier.directories())
-        return tiers
+    _lists_of_names = field_validator("retrieve_locations", "store_locations", mode="before")(_names)
 
-    @field_validator("tenants", mode="after")
-    @classmethod
-    def _shares_and_leases_fit(
-        cls, configured: dict[str, TenantConfig] | None, info: ValidationInfo
-    ) -> dict[str, TenantConfig] | None:
-        longest = info.data.get("longest_lease", math.inf)
-        for name, tenant in (configured or {}).items():
-            if tenant.lease is not None and tenant.lease > longest:
-                problem = f"is more than longest_lease, {format_duration(longest)}"
-                raise ConfigError(f".{name}.lease", problem, "at most longest_lease")
-        names = [name for name in configured or () if name != DEFAULT]
-        if len(names) > MOST_TENANTS:
-            problem = f"{len(names)} tenants are more than an index has numbers for"
-            raise ConfigError("", problem, f"up to {MOST_TENANTS}, and default")
-        if (shares := round(sum(tenant.share for tenant in (configured or {}).values()), 9)) > 1:
-            raise ConfigError("", f"the shares are {100 * shares:g}% together", "at most 100%")
-        return configured
-
-    @field_validator("record", mode="after")
-    @classmethod
-    def _recordings_apart_from_pages(cls, record: RecordConfig | None, info: ValidationInfo) -> RecordConfig | None:
-        if record is None:
-            return None
-        for name, tier in info.data.get("tiers", {}).items():
-            for directory in tier.directories():
-                if relation := directory_relation(os.path.normpath(record.path), directory):
-                    problem = f"{quoted(record.path)} {relation} a directory of tier {name!r}"
-                    raise ConfigError(".path", problem, "a directory for recordings alone")
-        return record
-
-    @field_validator("retrieve_locations", "store_locations", mode="before")
-    @classmethod
-    def _known_and_distinct(cls, value: object, info: ValidationInfo) -> tuple[str, ...]:
-        if not isinstance(value, list | tuple):
-            raise refuse(value, _NAMES_ALLOWED)
-        tiers = _tier_names(info)
-        for position, name in enumerate(value):
-            place = f"[{position}]"
-            if not isinstance(name, str):
-                raise refuse(name, listed(tiers) or _NAMES_ALLOWED, place)
-            if tiers and name not in tiers:
-                raise _no_such_tier(name, tiers, place)
-            if name in value[:position]:
-                raise ConfigError(place, f"{quoted(name)} is listed twice", "each tier once")
-        if not value and info.field_name == "retrieve_locations" and info.data.get("role", "decode") != "decode":
-            problem = f"must not be empty with role {info.data['role']}: only a decode node may read from no tier"
-            raise ConfigError("", problem, listed(tiers))
-        if not value and info.field_name == "store_locations" and info.data.get("retrieve_locations") == ():
-            problem = "retrieve_locations and store_locations are both empty, so that no tier is ever used"
-            raise ConfigError("", problem, listed(tiers))
-        return tuple(value)
-
-    @field_validator("promote_to", mode="after")
-    @classmethod
-    def _promotion_is_possible(cls, value: str | None, info: ValidationInfo) -> str | None:
-        tiers, locations = _tier_names(info), info.data.get("retrieve_locations")
-        if value is None or value == PROMOTE_NOTHING:
-            return value
-        if tiers and value not in tiers:
-            raise _no_such_tier(value, tiers, "")
-        if locations is None:
-            return value
-        if value not in locations:
-            problem = f"{quoted(value)} is not in retrieve_locations, so that what is promoted would never be read"
-            raise ConfigError("", problem, listed(locations[:-1]) or "leave it out")
-        if value == locations[-1]:
-            problem = f"{quoted(value)} is the last of retrieve_locations, so that nothing is ever promoted to it"
-            raise ConfigError("", problem, listed(locations[:-1]) or "leave it out with one location")
-        return value
-
-    @field_validator("store_policies", mode="after")
-    @classmethod
-    def _policies_of_known_tiers(cls, value: dict[str, StorePolicy], info: ValidationInfo) -> dict[str, StorePolicy]:
-        tiers = _tier_names(info)
-        for name in value:
-            if tiers and name not in tiers:
-                raise _no_such_tier(name, tiers, "")
-        return value
-
-    @field_validator("pd", mode="after")
-    @classmethod
-    def _hints_can_be_sent_and_followed(cls, pd: PdConfig, info: ValidationInfo) -> PdConfig:
-        # The lists and promote_to of one role: what stands in a file for several is checked role by role.
-        if pd.hints.enabled and info.data.get("role") in ("prefill", "decode"):
-            _refuse_hints_that_go_nowhere(pd.hints, info.data)
-        return pd
-
-    @field_validator("roles", mode="before")
-    @classmethod
-    def _known_roles(cls, value: object) -> object:
-        if not isinstance(value, Mapping):
-            raise refuse(value, allowed_for(cls, "roles"))
-        for name in value:
-            if name not in get_args(ServerRole):
-                problem = f"unknown role {quoted(str(name))}{did_you_mean(str(name), get_args(ServerRole))}"
-                raise ConfigError("", problem, listed(get_args(ServerRole)))
-        return value
-
-    @field_validator("roles", mode="after")
-    @classmethod
-    def _every_role_is_sound(
-        cls, roles: dict[ServerRole, RoleConfig], info: ValidationInfo
-    ) -> dict[ServerRole, RoleConfig]:
-        # Where another key is wrong already, that is the sentence to read first.
-        if all(name in info.data for name in _SHARED):
-            for role in roles:
-                try:
-                    _view(role, info.data, roles)
-                except ValidationError as error:
-                    details = error.errors(include_url=False)[0]
-                    first = details["ctx"]["error"]
-                    key = "." + key_path((role, *details["loc"])) + first.key
-                    raise ConfigError(key, first.problem, first.allowed) from None
-        return roles
+    @model_validator(mode="after")
+    def _all_fits_together(self) -> Self:
+        if errors := _misfits(self):
+            raise config_error(errors)
+        return self
 
 
-def _refuse_hints_that_go_nowhere(hints: HintsConfig, values: Mapping[str, Any]) -> None:
-    role = values["role"]
-    place = "store_locations" if role == "decode" else "retrieve_locations"
-    locations, tiers = values.get(place), values.get("tiers")
-    if locations is None or tiers is None or "promote_to" not in values:
-        return  # That is wrong already.
-    over = hints_over(hints, locations)
+def _misfits(config: HicacheExtConfig) -> list[ConfigError]:
+    """What is wrong although each value is right by itself, also of one role. Keys are those below the section."""
+    errors = list(_misnamed(config)) or list(_contradictions(config))
+    told = set(map(str, errors))
+    for role in config.roles:
+        found = [error for error in _misfits(config._view(role)) if str(error) not in told]
+        errors += [ConfigError(f".roles.{role}{one.key}", one.problem, one.allowed) for one in found]
+    return errors
+
+
+def _misnamed(config: HicacheExtConfig) -> Iterator[ConfigError]:
+    """Names of tiers that are none, or stand where they cannot."""
+    tiers = tuple(config.tiers)
+    if not tiers:
+        yield ConfigError(".tiers", "at least one tier is needed", "a mapping of names to tiers")
+        return
+    for place in ("retrieve_locations", "store_locations"):
+        names = getattr(config, place)
+        for position, name in enumerate(names):
+            if name not in tiers:
+                yield _no_such_tier(f".{place}[{position}]", name, tiers)
+            elif name in names[:position]:
+                yield ConfigError(f".{place}[{position}]", f"{quoted(name)} is listed twice", "each tier once")
+    for name in config.store_policies:
+        if name not in tiers:
+            yield _no_such_tier(".store_policies", name, tiers)
+    target, read = config.promote_to, config.retrieve_locations
+    if target is not None and target not in (PROMOTE_NOTHING, *tiers):
+        yield _no_such_tier(".promote_to", target, tiers)
+    elif target is not None and target not in (PROMOTE_NOTHING, *read):
+        problem = f"{quoted(target)} is not in retrieve_locations, so that what is promoted would never be read"
+        yield ConfigError(".promote_to", problem, listed(read[:-1]) or "leave it out")
+    elif target in read[-1:]:
+        problem = f"{quoted(target)} is the last of retrieve_locations, so that nothing is ever promoted to it"
+        yield ConfigError(".promote_to", problem, listed(read[:-1]) or "leave it out with one location")
+
+
+def _no_such_tier(key: str, name: str, tiers: tuple[str, ...]) -> ConfigError:
+    return ConfigError(key, f"no tier is named {quoted(name)}{did_you_mean(name, tiers)}", listed(tiers))
+
+
+def _contradictions(config: HicacheExtConfig) -> Iterator[ConfigError]:
+    """What two places say that cannot both be."""
+    if not config.retrieve_locations and config.role != "decode":
+        problem = f"must not be empty with role {config.role}: only a decode node may read from no tier"
+        yield ConfigError(".retrieve_locations", problem, listed(config.tiers))
+    elif not config.retrieve_locations and not config.store_locations:
+        problem = "retrieve_locations and store_locations are both empty, so that no tier is ever used"
+        yield ConfigError(".store_locations", problem, listed(config.tiers))
+    owners = [(name, directory) for name, tier in config.tiers.items() for directory in tier.directories()]
+    for position, (name, directory) in enumerate(owners):
+        for owner, other in owners[:position]:
+            if owner != name and (relation := directory_relation(directory, other)):
+                problem = f"a directory of this tier {relation} one of tier {owner!r}"
+                yield ConfigError(f".tiers.{name}.path", problem, "directories of one tier only")
+    if (record := config.record) is not None:
+        for owner, other in owners:
+            if relation := directory_relation(os.path.normpath(record.path), other):
+                problem = f"{quoted(record.path)} {relation} a directory of tier {owner!r}"
+                yield ConfigError(".record.path", problem, "a directory for recordings alone")
+    tenants = config.tenants or {}
+    for name, tenant in tenants.items():
+        if tenant.lease is not None and tenant.lease > config.longest_lease:
+            problem = f"is more than longest_lease, {format_duration(config.longest_lease)}"
+            yield ConfigError(f".tenants.{name}.lease", problem, "at most longest_lease")
+    if (named := len(tenants.keys() - {DEFAULT})) > MOST_TENANTS:
+        problem = f"{named} tenants are more than an index has numbers for"
+        yield ConfigError(".tenants", problem, f"up to {MOST_TENANTS}, and default")
+    if (shares := round(sum(tenant.share for tenant in tenants.values()), 9)) > 1:
+        yield ConfigError(".tenants", f"the shares are {100 * shares:g}% together", "at most 100%")
+    # The lists and promote_to of one role: what stands in a file for several is checked role by role.
+    if config.pd.hints.enabled and config.role in ("prefill", "decode"):
+        yield from _hints_that_go_nowhere(config)
+
+
+def _hints_that_go_nowhere(config: HicacheExtConfig) -> Iterator[ConfigError]:
+    tiers, place = config.tiers, "store_locations" if config.role == "decode" else "retrieve_locations"
+    locations = getattr(config, place)
+    over = hints_over(config.pd.hints, locations)
+    nearer = [tiers[name] for name in locations[:-1] if name in config.store_locations]
+    # Where none is named, promotion takes a private one that others are behind of.
+    promoted = (
+        any(tier.may_be_private for tier in nearer)
+        if config.promote_to is None
+        else config.promote_to != PROMOTE_NOTHING
+    )
     if over is None or over not in locations:
-        problem = f"{quoted(over or '')} is not in {place} of the role {role}, so that no hint passes there"
-        raise ConfigError(".hints.over", problem, listed(locations) or f"a tier of {place}")
-    if not tiers[over].carries_hints:
+        problem = f"{quoted(over or '')} is not in {place} of the role {config.role}, so that no hint passes there"
+        yield ConfigError(".pd.hints.over", problem, listed(locations) or f"a tier of {place}")
+    elif not tiers[over].carries_hints:
         problem = f"tier {quoted(over)} is of type {tiers[over].type}, which carries no hints"
         allowed = [name for name in locations if tiers[name].carries_hints]
         types = [name for name, model in tier_types().items() if model.carries_hints]
-        raise ConfigError(".hints.over", problem, listed(allowed) or f"a tier of type {listed(types)}")
-    nearer = [tiers[name] for name in locations[:-1] if name in values.get("store_locations", ())]
-    if role == "prefill" and not _may_promote(values["promote_to"], nearer):
+        yield ConfigError(".pd.hints.over", problem, listed(allowed) or f"a tier of type {listed(types)}")
+    elif config.role == "prefill" and not promoted:
         problem = "a prefill node brings the pages to the tier promote_to, and there is none"
-        raise ConfigError(".hints.enabled", problem, "promote_to: the nearest of retrieve_locations")
-
-
-def _may_promote(promote_to: str | None, nearer: Sequence[TierConfig]) -> bool:
-    """Whether there is a tier to promote to; where none is named it takes a private one that others are behind of."""
-    if promote_to is not None:
-        return promote_to != PROMOTE_NOTHING
-    return any(tier.may_be_private for tier in nearer)
+        yield ConfigError(".pd.hints.enabled", problem, "promote_to: the nearest of retrieve_locations")
 
 
 def hints_over(hints: HintsConfig, locations: Sequence[str]) -> str | None:
     """The name of the tier that carries the hints; ``locations`` that a decode node writes, or a prefill node reads."""
     return hints.over or (locations[-1] if locations else None)
-
-
-_SHARED = tuple(name for name in HicacheExtConfig.model_fields if name not in ("role", "roles"))
-"""What every role has."""
-
-
-def _view(role: ServerRole, shared: Mapping[str, Any], roles: Mapping[ServerRole, RoleConfig]) -> HicacheExtConfig:
-    """The configuration of one role. Raises ValidationError."""
-    own = roles.get(role) or RoleConfig.model_validate({})
-    values = {name: shared[name] for name in _SHARED} | {name: getattr(own, name) for name in own.model_fields_set}
-    if "promote_to" not in own.model_fields_set and values["promote_to"] not in values["retrieve_locations"][:-1]:
-        # Inherited, and of no use to a role that reads elsewhere.
-        values["promote_to"] = shared["promote_to"] if shared["promote_to"] == PROMOTE_NOTHING else None
-    if values["promote_to"] is None:
-        # Left out; an empty value would be more than that.
-        del values["promote_to"]
-    tiers = values["tiers"]
-    view = HicacheExtConfig.model_validate({"role": role, **values}, context={"tier_names": tuple(tiers)})
-    used = {*view.retrieve_locations, *view.store_locations}
-    return view.model_copy(update={"tiers": {name: tier for name, tier in tiers.items() if name in used}})
 
 
 class ExtraConfig(ConfigModel):
@@ -488,7 +640,9 @@ class ExtraConfig(ConfigModel):
     prefetch_timeout_base: _Seconds = None
     prefetch_timeout_per_ki_token: _Seconds = None
     hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false", true_or_false)] = None
-    tp_lcm_size: Annotated[int | None, Allowed("a positive whole number", _tp_lcm_size)] = None
+    tp_lcm_size: Annotated[
+        int | None, Allowed("a positive whole number", or_word(None, None, whole_number(1, NO_LIMIT)))
+    ] = None
     allocator: Literal["shm"] | None = None
     """page-aligned host memory; SGLang honours it only in inline JSON, and on decode nodes"""
 
@@ -501,26 +655,8 @@ class ExtraConfig(ConfigModel):
         """The complete document around a (raw) section ``hicache_ext``."""
         return {
             "backend_name": BACKEND_NAME,
-            "module_path": MODULE_PATH,
-            "class_name": CLASS_NAME,
+            "module_path": "hicache_ext.storage.backend",
+            "class_name": "HiCacheExtBackend",
             "interface_v1": 1,
             SECTION: dict(section),
         }
-
-    @classmethod
-    def validated(cls, document: Mapping[str, Any]) -> Self:
-        """``document`` validated; names of tiers are known to every check even where a tier itself is wrong."""
-        section = document.get(SECTION)
-        tiers = section.get("tiers") if isinstance(section, Mapping) else None
-        names = tuple(tiers) if isinstance(tiers, Mapping) else ()
-        return cls.model_validate(dict(document), context={"tier_names": names})
-
-
-def _tier_names(info: ValidationInfo) -> tuple[str, ...]:
-    if isinstance(info.context, dict):
-        return tuple(info.context.get("tier_names", ()))
-    return tuple(info.data.get("tiers", ()))
-
-
-def _no_such_tier(name: str, tiers: tuple[str, ...], place: str) -> ConfigError:
-    return ConfigError(place, f"no tier is named {quoted(name)}{did_you_mean(name, tiers)}", listed(tiers))

@@ -1,7 +1,7 @@
 """The base of every configuration model: pydantic does the walking, the sentences are ours.
 
 Each model translates what pydantic reports about it into a key location and a (problem, allowed) pair, so that nested
-models add up and every wrong place of a file is reported at once. No error carries the value it is about.
+models add up and every wrong value of a file is reported at once. No error carries the value it is about.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, core_schema
 
 from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, refuse, shown
-from hicache_ext.errors import ConfigError
+from hicache_ext.errors import ConfigError, ConfigErrors
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,9 @@ class ConfigModel(BaseModel):
             return handler(_with_words(cls, values))
         except ValidationError as error:
             lines: list[InitErrorDetails] = [
-                {"type": "value_error", "loc": details["loc"], "input": None, "ctx": {"error": _of_ours(cls, details)}}
+                {"type": "value_error", "loc": details["loc"], "input": None, "ctx": {"error": one}}
                 for details in error.errors(include_url=False)
+                for one in _of_ours(cls, details).errors
             ]
             raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True) from None
 
@@ -133,6 +134,8 @@ def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
     kind, location, value = details["type"], details["loc"], details["input"]
     ours = details.get("ctx", {}).get("error")
     field = str(location[0]) if location else ""
+    if isinstance(ours, ConfigErrors):
+        return ours
     if isinstance(ours, ConfigError):
         allowed = allowed_for(model, field) if ours.allowed == "" and field in model.model_fields else ours.allowed
         return ConfigError(ours.key, ours.problem, allowed)

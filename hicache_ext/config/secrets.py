@@ -20,7 +20,7 @@ from pydantic_core import core_schema
 
 from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted
 from hicache_ext.config.schema import Allowed, ConfigModel
-from hicache_ext.config.values import expand_templates, is_environment_name
+from hicache_ext.config.values import expand_templates, format_size, is_environment_name
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.header import SHORTEST_SECRET, is_key_id
@@ -100,26 +100,9 @@ class Secret:
 
     def _read_file(self) -> str:
         try:
-            # A pipe that nobody writes to would be waited for.
-            fd = os.open(self.name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise ConfigError(self.key, f"the file {quoted(self.name)} cannot be read (it is no plain file)")
-                with open(fd, "rb", closefd=False) as file:
-                    raw = file.read(_LARGEST_SECRET + 1)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise ConfigError(self.key, f"the file {quoted(self.name)} cannot be read ({reason})") from None
-        if len(raw) > _LARGEST_SECRET:
-            raise ConfigError(self.key, f"the file {quoted(self.name)} is larger than 64KiB")
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError:
-            # "from None" and no detail: the original error carries the bytes of the secret.
-            raise ConfigError(self.key, f"the file {quoted(self.name)} is not UTF-8 text") from None
-        return text.removesuffix("\n").removesuffix("\r")
+            return text_of(self.name, _LARGEST_SECRET).removesuffix("\n").removesuffix("\r")
+        except ConfigError as error:
+            raise ConfigError(self.key, f"the file {quoted(self.name)} {error.problem}") from None
 
     def __repr__(self) -> str:
         return f"Secret({self.kind}={quoted(self.name)})"
@@ -135,6 +118,29 @@ class Secret:
         cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         return {"description": SECRET_ALLOWED}
+
+
+def text_of(path: str, most: int) -> str:
+    """The text of a plain file of up to ``most`` bytes. Raises ConfigError, its key empty, which holds none of it."""
+    try:
+        # A pipe that nobody writes to would be waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError("", "cannot be read (it is no plain file)")
+            with open(fd, "rb", closefd=False) as file:
+                raw = file.read(most + 1)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError("", f"cannot be read ({error.strerror or type(error).__name__})") from None
+    if len(raw) > most:
+        raise ConfigError("", f"is larger than {format_size(most)}")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        # "from None" and no detail: the original error carries the bytes of a secret.
+        raise ConfigError("", f"is not UTF-8 text in line {raw.count(10, 0, error.start) + 1}") from None
 
 
 SecretOrNone = Annotated[Secret | None, Allowed(SECRET_ALLOWED)]

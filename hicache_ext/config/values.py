@@ -23,7 +23,7 @@ import socket
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hicache_ext.config.problems import did_you_mean, quoted, refuse, shown
 from hicache_ext.errors import ConfigError
@@ -55,17 +55,9 @@ def parse_size(value: object, key: str = "") -> int:
 
     A fraction of a byte is rounded down. Raises ``ConfigError`` naming ``key``.
     """
-    if isinstance(value, str):
-        size = math.floor(_number_with_unit(value, key, SIZE_ALLOWED, _SIZE_UNITS))
-    elif isinstance(value, int) and not isinstance(value, bool):
-        size = value
-        if size < 0:
-            raise ConfigError(key, f"{shown(value)} is negative", SIZE_ALLOWED)
-    else:
+    if isinstance(value, float):
         raise refuse(value, SIZE_ALLOWED, key)
-    if size > LARGEST_SIZE:
-        raise ConfigError(key, f"{shown(value)} is 8EiB or more", SIZE_ALLOWED)
-    return size
+    return math.floor(_quantity(value, key, SIZE_ALLOWED, _SIZE_UNITS, LARGEST_SIZE, "8EiB or more"))
 
 
 def format_size(size: int) -> str:
@@ -91,18 +83,25 @@ def parse_duration(value: object, key: str = "") -> float:
 
     Raises ``ConfigError`` naming ``key``.
     """
-    seconds: Fraction | float
+    too_long = "longer than a year (8760h)"
+    return float(_quantity(value, key, DURATION_ALLOWED, _DURATION_UNITS, LONGEST_DURATION, too_long))
+
+
+def _quantity(
+    value: object, key: str, allowed: str, units: Mapping[str, int | Fraction], most: float, too_much: str
+) -> Fraction | float:
+    amount: Fraction | float
     if isinstance(value, str):
-        seconds = _number_with_unit(value, key, DURATION_ALLOWED, _DURATION_UNITS)
+        amount = _number_with_unit(value, key, allowed, units)
     elif isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # NaN equals nothing
-        seconds = value
-        if seconds < 0:
-            raise ConfigError(key, f"{shown(value)} is negative", DURATION_ALLOWED)
+        amount = value
+        if amount < 0:
+            raise ConfigError(key, f"{shown(value)} is negative", allowed)
     else:
-        raise refuse(value, DURATION_ALLOWED, key)
-    if seconds > LONGEST_DURATION:
-        raise ConfigError(key, f"{shown(value)} is longer than a year (8760h)", DURATION_ALLOWED)
-    return float(seconds)
+        raise refuse(value, allowed, key)
+    if amount > most:
+        raise ConfigError(key, f"{shown(value)} is {too_much}", allowed)
+    return amount
 
 
 def format_duration(seconds: float) -> str:
@@ -190,9 +189,9 @@ def whole_number(least: int, most: float) -> Parser[int]:
     """A whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
 
     def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        if isinstance(value, float):
             raise refuse(value)
-        return value
+        return int(number(least, most)(value))
 
     return parse
 
@@ -203,7 +202,7 @@ def number(least: float, most: float) -> Parser[float]:
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise refuse(value)
-        return float(value)
+        return value
 
     return parse
 
@@ -213,50 +212,39 @@ def size(least: int, most: float, *, or_none: bool = False, units: str = "") -> 
 
     ``units`` takes the place of ``allowed`` where the unit is what is wrong.
     """
-
-    def parse(value: object) -> int:
-        if value is None or isinstance(value, bool | float):
-            raise refuse(value)
-        try:
-            number = parse_size(value)
-        except ConfigError as error:
-            raise ConfigError("", error.problem, units if units and "unit" in error.problem else "") from None
-        if number < least and not (or_none and number == 0):
-            raise ConfigError("", f"{shown(value)} is less than {format_size(least)}", "")
-        if number > most:
-            raise ConfigError("", f"{shown(value)} is more than {format_size(int(most))}", "")
-        return number
-
-    return parse
+    return _within(parse_size, format_size, least, most, or_none, units)
 
 
 def duration(least: float, most: float) -> Parser[float]:
     """Seconds from ``least`` to ``most``, written as a number or with a unit."""
+    return _within(parse_duration, format_duration, least, most, none=False)
 
-    def parse(value: object) -> float:
-        if value is None or isinstance(value, bool):
-            raise refuse(value)
+
+def _within(
+    read: Callable[[object], Any], written: Callable[[Any], str], least: float, most: float, none: bool, units: str = ""
+) -> Parser[Any]:
+    def parse(value: object) -> Any:
         try:
-            seconds = parse_duration(value)
+            amount = read(value)
         except ConfigError as error:
-            raise ConfigError("", error.problem, "") from None
-        if seconds < least:
-            raise ConfigError("", f"{shown(value)} is less than {format_duration(least)}", "")
-        if seconds > most:
-            raise ConfigError("", f"{shown(value)} is more than {format_duration(most)}", "")
-        return seconds
+            raise ConfigError("", error.problem, units if "unit" in error.problem else "") from None
+        if amount < least and not (none and amount == 0):
+            raise ConfigError("", f"{shown(value)} is less than {written(least)}", "")
+        if amount > most:
+            raise ConfigError("", f"{shown(value)} is more than {written(most)}", "")
+        return amount
 
     return parse
 
 
-def or_word(word: str, meaning: Word, parse: Parser[Value]) -> Parser[Value | Word]:
-    """What ``parse`` takes, or ``word``, which stands for ``meaning``."""
+def or_word(word: str | None, meaning: Word, parse: Parser[Value]) -> Parser[Value | Word]:
+    """What ``parse`` takes, or ``word`` (None: an empty value), which stands for ``meaning``."""
     return lambda value: meaning if value == word else parse(value)
 
 
 def or_auto(parse: Parser[Value]) -> Parser[Value | None]:
     """What ``parse`` takes; ``auto`` and an empty value are None."""
-    return lambda value: None if value is None or value == "auto" else parse(value)
+    return or_word(None, None, or_word("auto", None, parse))
 
 
 def absolute_path(value: object) -> str:

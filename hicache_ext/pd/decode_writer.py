@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hicache_ext.config.sections import WriteConfig
+from hicache_ext.config.model import WriteConfig
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics

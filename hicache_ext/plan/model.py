@@ -19,6 +19,7 @@ _INDEX_BLOCK = 128
 """Numbers of an index key that share a scale of 4 bytes."""
 _LARGEST = 1 << 24
 """More than any number of a model's configuration that is used here."""
+_FILE_ALLOWED = "a config.json, or the directory of a model"
 _MODEL_ALLOWED = "the config.json of a language model, or --token-bytes"
 _STATES = ("linear_attention", "mamba", "recurrent")
 
@@ -50,14 +51,12 @@ def read_model(path: Path, *, tp: int = 1, dtype: str | None = None) -> ModelSiz
     try:
         # Models with states have an infinite limit in theirs; what is read of it is checked below.
         document = json_in(file.read_bytes(), number=float)
+        if not isinstance(document, dict):
+            raise ValueError
     except OSError as error:
-        raise ConfigError(
-            "--model", f"{file}: {error.strerror}", "a config.json, or the directory of a model"
-        ) from None
+        raise ConfigError("--model", f"{file}: {error.strerror}", _FILE_ALLOWED) from None
     except ValueError:
-        raise ConfigError("--model", f"{file} is no JSON", "a config.json, or the directory of a model") from None
-    if not isinstance(document, dict):
-        raise ConfigError("--model", f"{file} is no JSON object", "a config.json, or the directory of a model")
+        raise ConfigError("--model", f"{file} is no JSON object", _FILE_ALLOWED) from None
     inner = next((document[key] for key in ("text_config", "llm_config") if isinstance(document.get(key), dict)), None)
     name = str(document.get("_name_or_path") or "") or file.resolve().parent.name
     return size_of({**document, **inner} if inner else document, name, tp=tp, dtype=dtype)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,51 +23,17 @@ POOL_NODE = 500 * 10**9
 """Bytes of memory that a server of a pool has for pages at most: an assumption, and the plan says so."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Bytes, bytes per second, drive writes per day, and prices in whatever currency the user has in mind. 0: not
-    given."""
-
-    nodes: int = 1
-    disk: int = 0
-    """Of each node."""
-    pool: int = 0
-    """Of all nodes together."""
-    dwpd: float = 0.0
-    disk_speed: float = 0.0
-    """Reading, of one node."""
-    pool_speed: float = 0.0
-    """Reading, by one node."""
-    busy_hours: float = 24.0
-    """Of a day, as in the trace."""
-    price_node_hour: float = 0.0
-    """Of the GPUs of one node."""
-    price_disk_tb: float = 0.0
-    price_pool_tb: float = 0.0
-    years: float = 3.0
-    """After which disks and pool are written off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a plan is made for."""
-
-    trace: Trace
-    model: ModelSize
-    page_size: int
-    tp: int
-    hardware: Hardware
-    rate: PrefillRate | None
-    fleet: Fleet
-
-
-def plan_of(asked: Asked) -> dict[str, Any]:
-    """All figures, as ``--json`` prints them: bytes, seconds, shares from 0 to 1."""
-    trace, model, hardware = asked.trace, asked.model, asked.hardware
+def plan_of(
+    hardware: argparse.Namespace, trace: Trace, model: ModelSize, rate: PrefillRate | None, fleet: Fleet
+) -> dict[str, Any]:
+    """All figures, as ``--json`` prints them: bytes, seconds, shares from 0 to 1. ``hardware``: the options of the
+    command, as numbers; 0 is not given."""
     block_bytes = model.token_bytes * trace.block_tokens
-    outcome = simulate(trace, asked.fleet)
+    outcome = simulate(trace, fleet)
     seconds = max(trace.seconds, 1.0)
     per_hour = _HOUR / seconds
+    # Caches begin empty, and the first requests fill them.
+    later = outcome.per_request[len(trace) // 2 :, [NEAR, POOL, COMPUTED]].sum(axis=0)
     tokens = {name: int(outcome.totals[column]) * trace.block_tokens for name, column in _SOURCES.items()}
     # The last block of a prompt is mostly a part of one.
     tokens["computed"] = max(0, int(trace.prompt.sum()) - tokens["disk"] - tokens["pool"])
@@ -88,8 +54,8 @@ def plan_of(asked: Asked) -> dict[str, Any]:
             "token_bytes": model.token_bytes,
             "rank_token_bytes": model.rank_token_bytes,
             "writing_ranks": model.writing_ranks,
-            "page_size": asked.page_size,
-            "page_bytes": model.page_bytes(asked.page_size),
+            "page_size": hardware.page_size,
+            "page_bytes": model.page_bytes(hardware.page_size),
             "remarks": list(model.remarks),
         },
         "fleet": {
@@ -97,35 +63,29 @@ def plan_of(asked: Asked) -> dict[str, Any]:
             "disk_bytes": hardware.disk,
             "pool_bytes": hardware.pool,
             "pool_nodes": pool_nodes(hardware.pool) if hardware.pool else 0,
-            "router": asked.fleet.router,
+            "router": fleet.router,
             "tokens": tokens,
             "disk_share": outcome.share(NEAR),
             "pool_share": outcome.share(POOL),
             "hit_share": outcome.hit_share,
-            "warm_hit_share": _share_of_second_half(outcome),
+            "warm_hit_share": float(later[:2].sum() / max(1, later.sum())),
             "infinite_share": simulate(trace, Fleet(near=None)).hit_share,
         },
         "curve": curve(trace, block_bytes),
         "writes": _writes(outcome, hardware, block_bytes, seconds),
         "pool_network": _network(outcome, trace, hardware, block_bytes),
     }
-    document["prefill"] = _prefill(asked, tokens, per_hour)
+    document["prefill"] = _prefill(hardware, model, rate, tokens, per_hour)
     document["money"] = _money(hardware, document["prefill"], document["writes"]["years_until_worn_out"])
-    document["does_not_fit"] = list(_too_much(asked, outcome, document, block_bytes, seconds))
+    document["does_not_fit"] = list(_too_much(hardware, outcome, document, block_bytes, seconds))
     return document
 
 
-def _share_of_second_half(outcome: Outcome) -> float:
-    """Caches begin empty, and the first requests fill them."""
-    later = outcome.per_request[len(outcome.per_request) // 2 :, [NEAR, POOL, COMPUTED]].sum(axis=0)
-    return float(later[:2].sum() / max(1, later.sum()))
-
-
 def _too_much(
-    asked: Asked, outcome: Outcome, document: Mapping[str, Any], block_bytes: int, seconds: float
+    hardware: argparse.Namespace, outcome: Outcome, document: Mapping[str, Any], block_bytes: int, seconds: float
 ) -> Iterator[str]:
     """What these nodes cannot do in the time that the trace takes."""
-    hardware, prefill = asked.hardware, document["prefill"]
+    prefill = document["prefill"]
     if prefill is not None and (computed := prefill["computed_seconds_per_hour"]) > _HOUR * hardware.nodes:
         yield f"{computed:,.0f} s of prefill in an hour, and {hardware.nodes} nodes have {_HOUR * hardware.nodes:,.0f}"
     written = float(outcome.written_by_node.max()) * block_bytes / seconds if hardware.disk else 0.0
@@ -155,7 +115,7 @@ def curve(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
     ]
 
 
-def _writes(outcome: Outcome, hardware: Hardware, block_bytes: int, seconds: float) -> dict[str, Any]:
+def _writes(outcome: Outcome, hardware: argparse.Namespace, block_bytes: int, seconds: float) -> dict[str, Any]:
     """By the node that writes most: its disk wears out first."""
     of_day = hardware.busy_hours * _HOUR / seconds * block_bytes
     worst = float(outcome.written_by_node.max()) * of_day if hardware.disk else 0.0
@@ -172,7 +132,7 @@ def _writes(outcome: Outcome, hardware: Hardware, block_bytes: int, seconds: flo
     }
 
 
-def _network(outcome: Outcome, trace: Trace, hardware: Hardware, block_bytes: int) -> dict[str, float]:
+def _network(outcome: Outcome, trace: Trace, hardware: argparse.Namespace, block_bytes: int) -> dict[str, float]:
     """Bytes per second of all nodes together; the peak is that of the busiest minute."""
     minutes = (trace.times // 60).astype(np.int64)
     seconds = max(trace.seconds, 1.0)
@@ -185,18 +145,20 @@ def _network(outcome: Outcome, trace: Trace, hardware: Hardware, block_bytes: in
     return figures
 
 
-def _prefill(asked: Asked, tokens: dict[str, int], per_hour: float) -> dict[str, Any] | None:
+def _prefill(
+    hardware: argparse.Namespace, model: ModelSize, known: PrefillRate | None, tokens: dict[str, int], per_hour: float
+) -> dict[str, Any] | None:
     """Seconds of prefill that hits save in an hour, less the time to read them where that is known."""
-    if asked.rate is None:
+    if known is None:
         return None
-    rate, size, hardware = asked.rate.tokens_per_second, asked.model.token_bytes, asked.hardware
+    rate, size = known.tokens_per_second, model.token_bytes
     saved = (tokens["disk"] + tokens["pool"]) / rate * per_hour
     reading = 0.0
     for name, speed in (("disk", hardware.disk_speed), ("pool", hardware.pool_speed)):
         reading += tokens[name] * size / speed * per_hour if speed else 0.0
     return {
         "tokens_per_second": rate,
-        "source": asked.rate.source,
+        "source": known.source,
         "computed_seconds_per_hour": tokens["computed"] / rate * per_hour,
         "saved_seconds_per_hour": saved,
         "reading_seconds_per_hour": reading,
@@ -204,12 +166,13 @@ def _prefill(asked: Asked, tokens: dict[str, int], per_hour: float) -> dict[str,
     }
 
 
-def _money(hardware: Hardware, prefill: dict[str, Any] | None, life: float | None) -> dict[str, Any] | None:
+def _money(hardware: argparse.Namespace, prefill: dict[str, Any] | None, life: float | None) -> dict[str, Any] | None:
     """By the year. Disks that are worn out after ``life`` years are bought again then."""
     terabyte = 1e12
-    disks = hardware.nodes * hardware.disk / terabyte * hardware.price_disk_tb
-    disks /= hardware.years if life is None else min(hardware.years, life)
-    pool = hardware.pool / terabyte * hardware.price_pool_tb / hardware.years
+    disks = hardware.nodes * hardware.disk / terabyte * hardware.price_disk
+    years = hardware.years or 3.0
+    disks /= years if life is None else min(years, life)
+    pool = hardware.pool / terabyte * hardware.price_pool / years
     if not (disks or pool or hardware.price_node_hour):
         return None
     saved = 0.0
@@ -266,9 +229,17 @@ def page_of(plan: Mapping[str, Any], launch: Sequence[str], yaml: str) -> Iterat
     yield f"By the hour, day and year, as if all of it were like these {trace['seconds'] / 60:,.0f} minutes"
     yield from (f"  DOES NOT FIT: {sentence}" for sentence in plan["does_not_fit"])
     yield from _wear(plan["writes"], fleet)
-    yield from _load(plan["pool_network"], fleet)
+    if fleet["pool_bytes"]:
+        network = plan["pool_network"]
+        mean, peak = (
+            [network[f"{way}_bytes_per_second{when}"] for way in ("read", "written")] for when in ("", "_peak_minute")
+        )
+        yield f"Network of the pool, mean: {_size(mean[0])}/s read and {_size(mean[1])}/s written,"
+        yield f"  up to {_size(sum(peak))}/s in the busiest minutes, all nodes together"
     yield from _saved(plan["prefill"])
-    yield from _prices(plan["money"])
+    if (money := plan["money"]) is not None:
+        yield f"A year: disks {money['disks_per_year']:,.0f}, pool {money['pool_per_year']:,.0f},"
+        yield f"  GPU time saved {money['saved_per_year']:,.0f}: {money['net_per_year']:+,.0f}"
     yield ""
     yield "The configuration (hicache.yaml), and how SGLang is launched with it"
     yield from (f"  {line}" for line in yaml.rstrip().splitlines())
@@ -301,15 +272,6 @@ def _wear(writes: Mapping[str, Any], fleet: Mapping[str, Any]) -> Iterator[str]:
     yield times
 
 
-def _load(network: Mapping[str, float], fleet: Mapping[str, Any]) -> Iterator[str]:
-    if not fleet["pool_bytes"]:
-        return
-    read, written = network["read_bytes_per_second"], network["written_bytes_per_second"]
-    peak = network["read_bytes_per_second_peak_minute"] + network["written_bytes_per_second_peak_minute"]
-    yield f"Network of the pool, mean: {_size(read)}/s read and {_size(written)}/s written,"
-    yield f"  up to {_size(peak)}/s in the busiest minutes, all nodes together"
-
-
 def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
     if prefill is None:
         yield "Time saved: not known without a prefill rate (--prefill-rate TOKENS_PER_SECOND, or --gpu)"
@@ -322,26 +284,21 @@ def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
     yield f"  reading pays above {_size(prefill['break_even_bytes_per_second'])}/s"
 
 
-def _prices(money: Mapping[str, float] | None) -> Iterator[str]:
-    if money is None:
-        return
-    yield f"A year: disks {money['disks_per_year']:,.0f}, pool {money['pool_per_year']:,.0f},"
-    yield f"  GPU time saved {money['saved_per_year']:,.0f}: {money['net_per_year']:+,.0f}"
-
-
 def pool_nodes(size: int) -> int:
     """Servers of a pool: one, or a cluster, which has three at least."""
     return 1 if size <= POOL_NODE else max(3, -(-size // POOL_NODE))
 
 
-def configuration(disk: str | None, pool: int) -> dict[str, Any]:
-    """The document of one node. ``disk``: the capacity of its file tier, as the user wrote it; ``pool``: bytes.
+def configuration(disk: int, pool: int) -> dict[str, Any]:
+    """The document of one node, by the bytes of its file tier and of the pool.
 
     Names of directories and hosts are the user's to replace.
     """
     tiers: dict[str, Any] = {}
-    if disk is not None:
-        capacity = int(disk) if disk.isdecimal() else disk
+    if disk:
+        # As disks are named: a round number of the largest unit.
+        units = {"TB": 10**12, "TiB": 1 << 40, "GB": 10**9, "GiB": 1 << 30}
+        capacity = next((f"{disk // size}{unit}" for unit, size in units.items() if disk % size == 0), disk)
         tiers["nvme"] = {"type": "file", "path": "/mnt/nvme0/hicache", "capacity": capacity}
     if pool:
         # Some nodes of a cluster name the others.

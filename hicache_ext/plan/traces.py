@@ -7,10 +7,10 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,30 +63,34 @@ class Trace:
             yield self.blocks[a:b].tolist()
 
 
-def made_of(
-    name: str,
-    chains: Sequence[Sequence[int]],
-    times: Sequence[float],
-    block_tokens: int,
-    *,
-    prompt: Sequence[int] | None = None,
-    output: Sequence[int] | None = None,
-    session: Sequence[object] | None = None,
-) -> Trace:
-    """A trace of these chains, whose blocks may be any whole numbers. Requests are put in the order of their times."""
-    order = np.argsort(np.asarray(times, np.float64), kind="stable")
-    lengths = np.array([len(chains[i]) for i in order], np.int64)
-    flat = np.fromiter((block for i in order for block in chains[i]), np.uint64, int(lengths.sum()))
+class Request(NamedTuple):
+    """One of those that a trace is made of. Blocks may be any whole numbers."""
+
+    moment: float
+    """Seconds."""
+    chain: Sequence[int]
+    prompt: int | None = None
+    """Tokens; None: those of its blocks."""
+    output: int = 0
+    session: object = None
+    """The conversation, by whatever name."""
+
+
+def made_of(name: str, requests: Iterable[Request], block_tokens: int) -> Trace:
+    """A trace of these requests, put in the order of their times."""
+    ordered = sorted(requests, key=lambda request: request.moment)
+    lengths = np.array([len(request.chain) for request in ordered], np.int64)
+    flat = np.fromiter((block for request in ordered for block in request.chain), np.uint64, int(lengths.sum()))
     dense = np.unique(flat, return_inverse=True)[1].astype(np.int32) if len(flat) else np.zeros(0, np.int32)
-    tokens = lengths * block_tokens if prompt is None else np.asarray(prompt, np.int64)[order]
-    answers = np.zeros(len(order), np.int64) if output is None else np.asarray(output, np.int64)[order]
-    moments = np.asarray(times, np.float64)[order]
-    since = moments - (moments[0] if len(moments) else 0.0)
-    of_session = None
-    if session is not None:
-        numbers: dict[object, int] = {}
-        of_session = np.array([numbers.setdefault(session[i], len(numbers)) for i in order], np.int64)
-    return Trace(name, since, _offsets(lengths), dense, tokens, answers, block_tokens, session=of_session)
+    moments = np.array([request.moment for request in ordered], np.float64)
+    prompts = [len(one.chain) * block_tokens if one.prompt is None else one.prompt for one in ordered]
+    outputs = np.array([request.output for request in ordered], np.int64)
+    numbers: dict[object, int] = {}
+    sessions = None
+    if all(request.session is not None for request in ordered):
+        sessions = np.array([numbers.setdefault(request.session, len(numbers)) for request in ordered], np.int64)
+    offsets, since = _offsets(lengths), moments - moments[:1]
+    return Trace(name, since, offsets, dense, np.array(prompts, np.int64), outputs, block_tokens, session=sessions)
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -174,11 +178,7 @@ def _blocks_of(
 
 
 def _of_json_lines(path: Path, block_tokens: int) -> Trace:
-    chains: list[list[int]] = []
-    times: list[float] = []
-    prompts: list[int] = []
-    outputs: list[int] = []
-    of_sessions: list[str | None] = []
+    requests: list[Request] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -186,19 +186,16 @@ def _of_json_lines(path: Path, block_tokens: int) -> Trace:
             try:
                 request = json_in(line)
                 chain = [_whole(block, 1 << 64) for block in request["hash_ids"]]
-                times.append(number_of(request["timestamp"]) / 1000)
-                prompts.append(_whole(request.get("input_length", len(chain) * block_tokens)))
-                outputs.append(_whole(request.get("output_length", 0)))
-                session = request.get("session")
-                of_sessions.append(None if session is None else str(session))
-                chains.append(chain)
+                moment = number_of(request["timestamp"]) / 1000
+                prompt = _whole(request.get("input_length", len(chain) * block_tokens))
+                output, session = _whole(request.get("output_length", 0)), request.get("session")
+                requests.append(Request(moment, chain, prompt, output, None if session is None else str(session)))
             except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
                 wanted = "a JSON object with timestamp (ms), input_length, output_length and hash_ids"
                 raise RecordingError(path, f"is no trace: line {number} is not {wanted}") from None
-    if not chains:
+    if not requests:
         raise RecordingError(path, "holds no request")
-    session = None if None in of_sessions else of_sessions
-    return made_of(path.name, chains, times, block_tokens, prompt=prompts, output=outputs, session=session)
+    return made_of(path.name, requests, block_tokens)
 
 
 def _whole(value: Any, below: int = MOST_TOKENS + 1) -> int:
@@ -272,11 +269,7 @@ def generate(chat: Chat) -> Trace:
     fresh = iter(range(1 << 62))
     systems = [[next(fresh) for _ in range(chat.system // BLOCK_TOKENS)] for _ in range(chat.systems)]
     weights = [1 / (place + 1) for place in range(chat.systems)]
-    chains: list[list[int]] = []
-    times: list[float] = []
-    prompts: list[int] = []
-    outputs: list[int] = []
-    of_sessions: list[int] = []
+    requests: list[Request] = []
     due: list[tuple[float, int, list[int], int]] = []
     """When, the conversation, the chain so far, tokens so far."""
     starts = chance.expovariate(chat.rate)
@@ -298,13 +291,8 @@ def generate(chat: Chat) -> Trace:
         tokens += max(1, new)
         chain = [*chain, *(next(fresh) for _ in range(tokens // BLOCK_TOKENS - len(chain)))]
         answer = max(1, round(chance.expovariate(1 / max(1, chat.answer))))
-        chains.append(chain)
-        times.append(moment)
-        prompts.append(tokens)
-        outputs.append(answer)
-        of_sessions.append(session)
+        requests.append(Request(moment, chain, tokens, answer, session))
         if chance.random() >= 1 / chat.turns:
             again = moment + chance.lognormvariate(math.log(max(chat.think, 1e-9)), 1.0)
             heapq.heappush(due, (again, session, chain, tokens + answer))
-    name = f"a workload of {chat.rate:g} conversations/s"
-    return made_of(name, chains, times, BLOCK_TOKENS, prompt=prompts, output=outputs, session=of_sessions)
+    return made_of(f"a workload of {chat.rate:g} conversations/s", requests, BLOCK_TOKENS)

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig
-from hicache_ext.config.model import hints_over
-from hicache_ext.config.sections import EventsConfig
+from hicache_ext.config.model import EventsConfig, hints_over
 from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics

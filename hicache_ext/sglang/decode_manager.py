@@ -24,8 +24,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hicache_ext.config import load_config
-from hicache_ext.config.model import BACKEND_NAME
-from hicache_ext.config.sections import WriteConfig
+from hicache_ext.config.model import BACKEND_NAME, WriteConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics

@@ -16,7 +16,7 @@ import pytest
 from hicache_ext.bench.file import HICACHE_FILE, MODES
 from hicache_ext.bench.frame import Point, Quartiles, Results, Sample, Table, fresh_directory, interleaved, summarized
 from hicache_ext.cli.main import main
-from hicache_ext.errors import BenchmarkError
+from hicache_ext.errors import CommandError
 
 POINT = Point("read-warm", (("payload_bytes", 32768),))
 
@@ -50,7 +50,7 @@ def test_one_that_fails_drops_out_and_the_others_have_all_rounds(capsys: pytest.
         def measure() -> dict[str, Sample]:
             calls.append(name)
             if calls.count(name) == fails:
-                raise BenchmarkError("it lied")
+                raise CommandError("it lied")
             return {"read-warm": sample(5)}
 
         return measure
@@ -127,9 +127,9 @@ def test_the_directory_of_a_run_is_deleted_also_after_a_failure(tmp_path: Path) 
     def fail() -> None:
         with fresh_directory(tmp_path) as directory:
             (directory / "page").write_bytes(b"x")
-            raise BenchmarkError("lost")
+            raise CommandError("lost")
 
-    with pytest.raises(BenchmarkError):
+    with pytest.raises(CommandError):
         fail()
     assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ from hicache_ext.bench.frame import Point, Results, Sample
 from hicache_ext.bench.pool import MODES, Case, Open, OurClient, Pages, measure
 from hicache_ext.cli.main import main, without_traceback
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import BenchmarkError, MissingPackageError
+from hicache_ext.errors import CommandError, MissingPackageError
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.rigs.s3_server import missing_s3_server
 
@@ -103,7 +103,7 @@ def test_every_thread_moves_all_its_batches_and_nothing_is_left() -> None:
 @pytest.mark.parametrize(("kind", "words"), [(_Lying, "other bytes"), (_Losing, "2 pages of 3 were moved")])
 def test_a_wrong_answer_is_no_figure(kind: type[_Spy], words: str) -> None:
     client = kind()
-    with pytest.raises(BenchmarkError, match=words):
+    with pytest.raises(CommandError, match=words):
         measure("spy", client, CASE, memory())
     assert client.store.objects == {}
 

@@ -173,7 +173,7 @@ def test_a_secret_in_an_option_is_refused_with_what_to_do_and_not_repeated(
         ([*DISK, "--pd", "prefil"], "hicache_ext.role: "),
         (["x.yaml", "--pd", "both"], "FILE cannot be combined with --pd; allowed: "),
         (["x.yaml", *POOLS["redis"]], "FILE cannot be combined with --redis; allowed: "),
-        (["none.yaml"], "none.yaml: there is no such file"),
+        (["none.yaml"], "none.yaml: cannot be read (No such file or directory)"),
     ],
 )
 def test_what_would_not_start_is_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

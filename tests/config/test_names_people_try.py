@@ -111,7 +111,10 @@ def test_hints_that_a_role_could_not_send_are_remarked_on(tmp_path: Any, capsys:
     pool = {"type": "mooncake", "master": "10.0.0.1:50051"}
     said = notes({"pd": {"hints": {"enabled": True}}, "tiers": {"near": FILE, "pool": pool}}, tmp_path, capsys)
     for role in ("prefill", "decode"):
-        assert f"role {role}: a server of it is refused at its start: pd.hints.over: tier 'pool' is of type" in said
+        assert (
+            f"role {role}: a server of it is refused at its start: hicache_ext.pd.hints.over: tier 'pool' is of type"
+            in said
+        )
 
 
 def test_learning_admission_where_it_learns_too_little_gets_a_remark(

@@ -55,9 +55,9 @@ def test_a_view_is_its_own_view():
     [
         (
             {"roles": {"decod": {}}},
-            "hicache_ext.roles: unknown role 'decod'; did you mean 'decode'?; allowed: prefill, ",
+            "hicache_ext.roles.decod: unknown role; did you mean 'decode'?; allowed: prefill, ",
         ),
-        ({"roles": {"auto": {}}}, "hicache_ext.roles: unknown role 'auto'"),
+        ({"roles": {"auto": {}}}, "hicache_ext.roles.auto: unknown role; allowed: prefill"),
         ({"roles": {"decode": {"retrieve": []}}}, "hicache_ext.roles.decode.retrieve: unknown key; did you mean "),
         (
             {"roles": {"decode": {"store_locations": ["nvm"]}}},

@@ -71,8 +71,8 @@ def test_what_is_wrong_is_said_in_one_sentence(tenants: Any, sentence: str) -> N
 def test_what_a_check_says_of_page_files_and_of_generated_pages() -> None:
     section = {"tiers": {"disk": {**DISK, "layout": "pages"}}, "tenants": {"a": {"share": "20%"}}}
     document = ExtraConfig.around(section)
-    notes = dict(notes_on(ExtraConfig.validated(document), inline=True))
+    notes = dict(notes_on(ExtraConfig.model_validate(document), inline=True))
     assert notes["tier disk"] == "tenants have no shares in page files; use 'layout: slab'"
     assert "hicache_storage_pass_prefix_keys: true" in notes["tenants"]
     document["hicache_storage_pass_prefix_keys"] = True
-    assert "tenants" not in dict(notes_on(ExtraConfig.validated(document), inline=True))
+    assert "tenants" not in dict(notes_on(ExtraConfig.model_validate(document), inline=True))

@@ -14,9 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from hicache_ext.cli.main import main
 from hicache_ext.config import TierConfig, load_config, load_document, tier_types
-from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, RoleConfig
+from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, PullConfig, RoleConfig
 from hicache_ext.config.schema import Allowed, allowed_for
-from hicache_ext.config.sections import PullConfig
 from hicache_ext.errors import ConfigError, ConfigErrors
 
 FILE = {"type": "file", "path": "/tmp/hicache-words", "capacity": "1GiB"}

@@ -20,8 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hicache_ext.config.model import ExtraConfig
-from hicache_ext.config.sections import WriteConfig
+from hicache_ext.config.model import ExtraConfig, WriteConfig
 from hicache_ext.sglang import process
 from hicache_ext.sglang.process import LoadedModel
 from hicache_ext.sglang.releases import comes_with, installed_release

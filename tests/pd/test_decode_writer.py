@@ -20,7 +20,7 @@ prepare_process()
 
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 
-from hicache_ext.config.sections import WriteConfig  # noqa: E402
+from hicache_ext.config.model import WriteConfig  # noqa: E402
 from hicache_ext.pd import decode_writer  # noqa: E402
 from hicache_ext.pd.decode_writer import DecodeWriter, PoolWriter  # noqa: E402
 from hicache_ext.runtime.metrics import TierMetrics  # noqa: E402

@@ -18,7 +18,7 @@ from hicache_ext.plan.fleet import (
     sessions,
     simulate,
 )
-from hicache_ext.plan.traces import Trace, generate, made_of, parse_workload, read_trace
+from hicache_ext.plan.traces import Request, Trace, generate, made_of, parse_workload, read_trace
 from hicache_ext.storage.tiers.file.eviction import LAST_USE
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
@@ -26,7 +26,7 @@ TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.js
 
 
 def trace_of(chains: list[list[int]]) -> Trace:
-    return made_of("test", chains, list(range(len(chains))), 512)
+    return made_of("test", map(Request, range(len(chains)), chains), 512)
 
 
 @pytest.mark.thorough
@@ -69,7 +69,7 @@ def test_what_one_node_has_written_another_finds_in_the_pool_and_keeps_it_with_p
 
 def test_what_a_decode_node_writes_is_found_and_with_hints_near() -> None:
     # 1,024 tokens of prompt, 1,024 of answer; the next turn has both and 512 more.
-    trace = made_of("t", [[1, 2], [1, 2, 3, 4, 5]], [0, 9], 512, prompt=[1024, 2560], output=[1024, 0])
+    trace = made_of("t", [Request(0, [1, 2], 1024, 1024), Request(9, [1, 2, 3, 4, 5], 2560)], 512)
     assert sessions(trace).tolist() == [0, 0]
     without = simulate(trace, Fleet(near=None, pool=None))
     pool = simulate(trace, Fleet(near=None, pool=None, decode=True))
@@ -104,9 +104,8 @@ def test_strangers_behind_one_system_prompt_are_no_conversation_although_one_ask
     trace = trace_of([[1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [1, 2, 6], [1, 2, 4, 7]])
     assert sessions(trace).tolist() == [0, 1, 2, 1, 3, 2]
     # The third block of each is a part: 1,100 tokens are two whole blocks.
-    parts = made_of(
-        "t", [[1, 2, 8], [1, 2, 9], [1, 2, 3, 4], [1, 2, 5, 6]], [0, 1, 2, 3], 512, prompt=[1100] * 2 + [2048] * 2
-    )
+    chains = [[1, 2, 8], [1, 2, 9], [1, 2, 3, 4], [1, 2, 5, 6]]
+    parts = made_of("t", map(Request, range(4), chains, [1100, 1100, 2048, 2048]), 512)
     assert sessions(parts).tolist() == [0, 1, 2, 3]
 
 

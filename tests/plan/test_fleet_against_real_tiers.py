@@ -10,7 +10,7 @@ import pytest
 from benchmarks.real_fleet import nodes_of, replay
 from benchmarks.replay_trace import multi_turn
 from hicache_ext.plan.fleet import NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, simulate
-from hicache_ext.plan.traces import Trace, made_of
+from hicache_ext.plan.traces import Request, Trace, made_of
 from tests.rigs.redis_servers import RedisServer, redis_program
 
 PAGE = 16 * 1024
@@ -19,7 +19,7 @@ PAGE = 16 * 1024
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     chains = multi_turn(150, 3, documents=0.1)
-    return made_of("multi-turn", chains, list(range(len(chains))), 512)
+    return made_of("multi-turn", map(Request, range(len(chains)), chains), 512)
 
 
 @pytest.mark.parametrize(

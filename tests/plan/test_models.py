@@ -146,8 +146,8 @@ def test_heads_that_cannot_be_split_and_files_that_are_none_are_one_sentence(tmp
         read_model(tmp_path)
     for text, problem in (
         ("[]", "is no JSON object"),
-        ("{", "is no JSON;"),
-        ("[" * 200_000, "is no JSON;"),
+        ("{", "is no JSON object;"),
+        ("[" * 200_000, "is no JSON object;"),
         ('{"num_hidden_layers": Infinity}', "num_hidden_layers"),
     ):
         (tmp_path / "config.json").write_text(text)

@@ -14,7 +14,7 @@ import pytest
 
 from hicache_ext.cli.main import main
 from hicache_ext.plan.fleet import routed, sessions
-from hicache_ext.plan.traces import Trace, generate, made_of, parse_workload
+from hicache_ext.plan.traces import Request, Trace, generate, made_of, parse_workload
 from tests.plan.test_models import DEEPSEEK_V3, LLAMA_8B, LLAMA_70B
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -131,4 +131,4 @@ def test_a_generated_conversation_is_found_again_by_its_blocks_alone() -> None:
 
 
 def trace_of(chains: list[list[int]]) -> Trace:
-    return made_of("test", chains, list(range(len(chains))), 512)
+    return made_of("test", map(Request, range(len(chains)), chains), 512)

@@ -112,7 +112,7 @@ def test_a_pool_that_one_server_cannot_hold_is_a_cluster_of_as_many_as_its_size_
 def test_the_launch_line_has_the_page_size_that_was_planned_for(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, stand_in in {"plan_of": lambda _: {}, "page_of": lambda *_: []}.items():
+    for name, stand_in in {"plan_of": lambda *_: {}, "page_of": lambda *_: []}.items():
         monkeypatch.setattr(plan_command, name, stand_in)
     launch = plan(capsys, "trace.jsonl --model . --disk 1TB --page-size 32")["launch"]
     assert [part for part in launch if part.startswith("--page-size")] == ["--page-size 32"]

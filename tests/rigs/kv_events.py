@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config.sections import EventsConfig
+from hicache_ext.config.model import EventsConfig
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.serving.events import Change, EventPublisher, Kind, Look
 from hicache_ext.testing.server import free_port

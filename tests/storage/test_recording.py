@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.config.sections import RecordConfig
+from hicache_ext.config.model import RecordConfig
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.page.recording import MAGIC, SUFFIX, Asked, Encoder, Entry, block, read_file
 from hicache_ext.plan.traces import read_trace
@@ -286,7 +286,7 @@ def test_a_clock_that_is_set_back_puts_no_request_before_an_earlier_one(
 
 _PROCESS = """
 import hashlib, sys
-from hicache_ext.config.sections import RecordConfig
+from hicache_ext.config.model import RecordConfig
 from hicache_ext.storage.tiering import observers, recording
 recording._PAUSE = 0.0
 recorder = observers.begin_recording(RecordConfig(path=sys.argv[1], size=1 << 20), lambda: {"page_size": 64})

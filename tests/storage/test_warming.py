@@ -12,7 +12,7 @@ from hicache_ext.cli.inputs import parse_tokens
 from hicache_ext.cli.main import main
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import ConfigError, WarmError
+from hicache_ext.errors import CommandError, ConfigError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
 from hicache_ext.storage.contract.registry import open_tier
@@ -128,9 +128,9 @@ def test_a_bad_page_of_the_pool_is_never_brought(config, pool, tmp_path):
 
 def test_of_several_models_one_has_to_be_named(config, pool):
     fill(pool, identity("a"), identity("b"))
-    with pytest.raises(WarmError, match="pages of several models; say which with --served-name: a, b"):
+    with pytest.raises(CommandError, match="pages of several models; say which with --served-name: a, b"):
         warm_prompts(config, [TOKENS])
-    with pytest.raises(WarmError, match="no tier knows the model 'c'; known: a, b"):
+    with pytest.raises(CommandError, match="no tier knows the model 'c'; known: a, b"):
         warm_prompts(config, [TOKENS], model="c")
     assert warm_prompts(config, [TOKENS], model="b")["fetched"] == 10
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config.sections import TracingConfig
+from hicache_ext.config.model import TracingConfig
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.sglang import scheduler_hooks
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import NoBoardError
+from hicache_ext.errors import StoreError
 from hicache_ext.runtime.whole_file import parsed
 from hicache_ext.storage.contract.store import PageStore
 
@@ -156,11 +156,11 @@ class HintBoard(Protocol):
 
 
 def board_among(tiers: Sequence[PageStore], name: str) -> HintBoard:
-    """The board of the tier ``name``, whatever is wrapped around it. Raises NoBoardError."""
+    """The board of the tier ``name``, whatever is wrapped around it. Raises StoreError."""
     store = next((tier for tier in tiers if tier.name == name), None)
     board = None if store is None else ability(store, HintBoard)
     if board is None:
-        raise NoBoardError(f"tier {name!r} is not in use, not open yet, or carries no hints")
+        raise StoreError(f"tier {name!r} is not in use, not open yet, or carries no hints")
     return board
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.config.sections import EventsConfig
+from hicache_ext.config.model import EventsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.packages import missing_package
 from hicache_ext.runtime.background import BackgroundLoop

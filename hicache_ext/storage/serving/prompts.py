@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig, TierConfig
-from hicache_ext.errors import StoreError, WarmError
+from hicache_ext.errors import CommandError, StoreError
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.page.identity import KV_POOL, digest_of_document
 from hicache_ext.page.recording import MOST_TOKENS
@@ -53,7 +53,7 @@ def warm_prompts(
     what ``warm`` counts.
 
     ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py.
-    Raises WarmError, StoreError or ConfigError with a sentence.
+    Raises CommandError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
     opened: list[PageStore] = []
@@ -172,31 +172,31 @@ def documents_in(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield digest, document
 
 
-def no_identity(config: HicacheExtConfig, tiers: Iterable[str], unread: Iterable[str] = ()) -> WarmError:
+def no_identity(config: HicacheExtConfig, tiers: Iterable[str], unread: Iterable[str] = ()) -> CommandError:
     """The error where these tiers know no identity: why, as far as that is known, and what to do."""
     silent = ", ".join(
         f"{name} ({config.tiers[name].type})" for name in tiers if not config.tiers[name].keeps_identities
     )
     because = "".join(f"; {reason}" for reason in (*([f"{silent} keeps none"] if silent else []), *unread))
-    return WarmError(
+    return CommandError(
         f"no tier knows an identity{because}; a server with this configuration writes them when it starts, or copy "
         "PATH/identities of another node's file tier into that of this one"
     )
 
 
 def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
-    """The identities of one model. Raises WarmError if it is not clear which model."""
+    """The identities of one model. Raises CommandError if it is not clear which model."""
     names = {digest: str(document["model"]["id"]) for digest, document in documents.items()}
     models = ", ".join(sorted({shown_text(name) for name in names.values()}))
     if model is None and len(set(names.values())) > 1:
-        raise WarmError(f"the tiers hold pages of several models; say which with --served-name: {models}")
+        raise CommandError(f"the tiers hold pages of several models; say which with --served-name: {models}")
     chosen = {
         digest: documents[digest]
         for digest, name in names.items()
         if model is None or model in (name, shown_text(name))
     }
     if not chosen:
-        raise WarmError(f"no tier knows the model {model!r}; known: {models}")
+        raise CommandError(f"no tier knows the model {model!r}; known: {models}")
     return chosen
 
 
@@ -218,13 +218,13 @@ def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
     """The tier to warm, and the tiers behind it."""
     locations = list(config.retrieve_locations)
     if not locations:
-        raise WarmError("retrieve_locations is empty: a server with this configuration reads nothing")
+        raise CommandError("retrieve_locations is empty: a server with this configuration reads nothing")
     target = to or tier_use(config).promote_to or locations[0]
     if target not in locations:
-        raise WarmError(f"tier {target!r} is not in retrieve_locations, so that nothing would ever read it there")
+        raise CommandError(f"tier {target!r} is not in retrieve_locations, so that nothing would ever read it there")
     behind = locations[locations.index(target) + 1 :]
     if not behind:
-        raise WarmError(f"no tier stands behind {target!r} in retrieve_locations, from which its pages could come")
+        raise CommandError(f"no tier stands behind {target!r} in retrieve_locations, from which its pages could come")
     return target, behind
 
 
@@ -310,8 +310,8 @@ def explain(
 ) -> Explanation:
     """Look for the pages of a prompt (token ids) in the tiers that pages are retrieved from, or else stored to.
 
-    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Raises WarmError or
-    StoreError with a sentence where no identity is known.
+    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Raises CommandError
+    or StoreError with a sentence where no identity is known.
     """
     # A node that reads nothing, as decode nodes do, writes for others.
     tiers = {name: config.tiers[name] for name in config.retrieve_locations or config.store_locations}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hicache_ext.config.sections import RecordConfig, TracingConfig
+from hicache_ext.config.model import RecordConfig, TracingConfig
 
 if TYPE_CHECKING:
     from hicache_ext.storage.tiering.recording import Recorder

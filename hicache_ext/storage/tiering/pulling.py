@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hicache_ext.config.sections import PullConfig
+from hicache_ext.config.model import PullConfig
 from hicache_ext.errors import StoreClosedError
 from hicache_ext.runtime.background import once_in_background
 from hicache_ext.runtime.linear_cost import LinearCost

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.config.sections import RecordConfig
+from hicache_ext.config.model import RecordConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.page.recording import SALT_BYTES, SUFFIX, Asked, Encoder, block
 from hicache_ext.runtime.background import BackgroundLoop

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hicache_ext.config import HicacheExtConfig
-from hicache_ext.config.model import PROMOTE_NOTHING, SECTION
-from hicache_ext.config.sections import StorePolicy
+from hicache_ext.config.model import PROMOTE_NOTHING, SECTION, StorePolicy
 from hicache_ext.config.tier import Sharing
 from hicache_ext.errors import ConfigError
 

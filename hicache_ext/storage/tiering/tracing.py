@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hicache_ext import __version__
-from hicache_ext.config.sections import SGLANG, TracingConfig
+from hicache_ext.config.model import SGLANG, TracingConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.packages import missing_package
 from hicache_ext.page.envelope import IDENTITY_LENGTH

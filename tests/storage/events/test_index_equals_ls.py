@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config.sections import EventsConfig
+from hicache_ext.config.model import EventsConfig
 from hicache_ext.storage.serving.events import EventPublisher, blocks_in
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import IDENTITY

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
-from hicache_ext.errors import NoBoardError, StoreError
+from hicache_ext.errors import StoreError
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract import abilities
 from hicache_ext.storage.contract.abilities import LONGEST_HINT, MOST_PAGES_OF_A_HINT, HintBoard, board_among
@@ -154,9 +154,9 @@ def test_a_redis_that_is_gone_is_said_and_nothing_else(redis_server: RedisServer
 
 
 def test_a_store_without_a_board_is_named() -> None:
-    with pytest.raises(NoBoardError, match=r"'memory'.*carries no hints"):
+    with pytest.raises(StoreError, match=r"'memory'.*carries no hints"):
         board_among([MemoryPageStore("memory")], "memory")
-    with pytest.raises(NoBoardError, match=r"'pool'.*not in use"):
+    with pytest.raises(StoreError, match=r"'pool'.*not in use"):
         board_among([], "pool")
 
 

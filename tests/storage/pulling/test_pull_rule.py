@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.config.sections import PullConfig
+from hicache_ext.config.model import PullConfig
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch

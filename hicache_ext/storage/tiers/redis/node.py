@@ -67,7 +67,7 @@ class Lane:
             if not is_free or time.monotonic() >= deadline:
                 # Another one that waits may have time.
                 self._changed.notify()
-                raise LaneBusyError
+                raise LaneBusyError("every connection is in use")
             self._taken += 1
         try:
             yield

@@ -1122,7 +1122,7 @@ class SlabIndex:
     def _changing(self) -> Iterator[None]:
         with self._lock.held() as mine:
             if not mine:
-                raise IndexBusyError
+                raise IndexBusyError("another process holds the index")
             if self._member != (member := self._members.id):
                 # At first, and in a child that was forked: others may have nobody else to ask.
                 self._share(member)
