@@ -23,6 +23,8 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 _PLAN = "plan replays LRU in Python: the same figures to every digit, without ghosts and memory of its own"
 
 FORMER = {
+    "test_the_script_replays_a_trace_and_writes_its_results": "-> test_ours_serves_more_than_lru_among_scans",
+    "test_without_the_trace_the_script_says_so_and_ends_well": "-> test_ours_serves_more_than_lru_among_scans",
     "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_clear_leaves_strangers_files_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_results_are_lists_of_the_right_type": "-> test_ten_thousand_keys_are_answered",
