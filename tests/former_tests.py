@@ -23,6 +23,24 @@ _NUMBA = "nothing is compiled at run time, or kept: the native core is built wit
 _PLAN = "plan replays LRU in Python: the same figures to every digit, without ghosts and memory of its own"
 
 FORMER = {
+    "test_killed_writers_leave_no_wrong_page_no_poisoned_key_and_a_right_account": (
+        "-> test_killed_processes_leave_no_wrong_page_no_poisoned_key_and_sound_files"
+    ),
+    "test_killed_processes_leave_sound_slabs_and_no_wrong_page": (
+        "-> test_killed_processes_leave_no_wrong_page_no_poisoned_key_and_sound_files"
+    ),
+    "test_writers_killed_in_containers_and_stopped_before_leave_the_same": (
+        "-> test_containers_killed_and_stopped_leave_the_same"
+    ),
+    "test_containers_killed_and_stopped_leave_sound_slabs_and_no_wrong_page": (
+        "-> test_containers_killed_and_stopped_leave_the_same"
+    ),
+    "test_killed_writers_of_encoded_and_sealed_pages_leave_the_same": (
+        "-> test_killed_processes_leave_the_same_of_encoded_and_sealed_pages"
+    ),
+    "test_killed_processes_leave_sound_slabs_of_encoded_and_sealed_pages": (
+        "-> test_killed_processes_leave_the_same_of_encoded_and_sealed_pages"
+    ),
     "test_the_script_replays_a_trace_and_writes_its_results": "-> test_ours_serves_more_than_lru_among_scans",
     "test_without_the_trace_the_script_says_so_and_ends_well": "-> test_ours_serves_more_than_lru_among_scans",
     "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
