@@ -107,13 +107,13 @@ lint: setup-test
 	.venv/bin/mypy -p benchmarks -p tests.rigs -p tests.campaigns -p tests.e2e
 
 kills: setup-test
-	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 1 --report build/reports/kills.md
-	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 2 --contained --stops --report build/reports/kills-pods.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 1 --report build/reports/kills-slab.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 2 --namespaces --report build/reports/kills-slab-namespaces.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 1000 --seed 3 --namespaces --stops --report build/reports/kills-slab-pods.md
-	.venv/bin/python -m tests.campaigns.kill_writers --kills 200 --seed 7 --transforms --report build/reports/kills-transforms.md
-	.venv/bin/python -m tests.campaigns.kill_slabs --kills 500 --seed 6 --transforms --report build/reports/kills-slab-transforms.md
+	.venv/bin/python -m tests.campaigns.kills --layout pages --kills 200 --seed 1 --report build/reports/kills.md
+	.venv/bin/python -m tests.campaigns.kills --layout pages --kills 200 --seed 2 --namespaces --stops --report build/reports/kills-pods.md
+	.venv/bin/python -m tests.campaigns.kills --kills 1000 --seed 1 --report build/reports/kills-slab.md
+	.venv/bin/python -m tests.campaigns.kills --kills 1000 --seed 2 --namespaces --report build/reports/kills-slab-namespaces.md
+	.venv/bin/python -m tests.campaigns.kills --kills 1000 --seed 3 --namespaces --stops --report build/reports/kills-slab-pods.md
+	.venv/bin/python -m tests.campaigns.kills --layout pages --kills 200 --seed 7 --transforms --report build/reports/kills-transforms.md
+	.venv/bin/python -m tests.campaigns.kills --kills 500 --seed 6 --transforms --report build/reports/kills-slab-transforms.md
 
 guards-campaign: setup-test
 	.venv/bin/python -m tests.campaigns.guard_schedules --schedules 4000 --seed 1 --report build/reports/guards.md

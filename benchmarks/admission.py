@@ -10,9 +10,7 @@ the index of a slab directory (replay_trace.py), which evicts as the tier does. 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks import workloads
-from benchmarks.replay_trace import _IDENTITY, _SLOT_SIZE, CAPACITIES, Requests, _store, leading_run, read_trace
+from benchmarks.replay_trace import CAPACITIES, IDENTITY, Requests, index_of, key_of, leading_run, read_trace, store
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiering.admission import AdmissionPolicy
-from tests.rigs.bare_index import new_index_in
 
 _BATCH = 128
 _REQUESTS = 6000
@@ -44,12 +41,7 @@ class Outcome:
 def replay(requests: Requests, capacity: int, policy: AdmissionPolicy | None) -> Outcome:
     """``policy``: None writes everything."""
     served = written = 0
-    with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
-        slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
-        assert slab is not None
-        index.finish_slab(slab)
-        index.grow_sets()
-        index.register([_IDENTITY])
+    with index_of(capacity) as index:
         portion = max(1, min(_BATCH, capacity // 4))
         for request in requests:
             keys = _keys(request)
@@ -64,7 +56,7 @@ def replay(requests: Requests, capacity: int, policy: AdmissionPolicy | None) ->
             missing = [position for position in wanted if position not in present]
             written += len(missing)
             for first in range(0, len(missing), portion):
-                _store(index, keys, missing[first : first + portion])
+                store(index, keys, missing[first : first + portion])
     return Outcome(served, written)
 
 
@@ -78,18 +70,7 @@ def _wanted(policy: AdmissionPolicy, keys: PageKeys, leading: int) -> Iterator[i
 
 
 def _keys(request: Sequence[int]) -> PageKeys:
-    return PageKeys.of_joined(_IDENTITY, b"".join([_hash(block) for block in request]))
-
-
-_HASHES: dict[int, bytes] = {}
-
-
-def _hash(block: int) -> bytes:
-    """Evenly spread, as SGLang's page hashes are."""
-    found = _HASHES.get(block)
-    if found is None:
-        found = _HASHES[block] = hashlib.sha256(str(block).encode()).digest()
-    return found
+    return PageKeys.of_joined(IDENTITY, b"".join([key_of(block)[len(IDENTITY) :] for block in request]))
 
 
 def row(title: str, requests: Requests, capacity: int) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 # A script: its directory is on the path, whichever checkout's package is measured.
-from checkouts import HERE, Checkout, in_turns, roots, serve
+from checkouts import HERE, Checkout, in_turns, let_code_compile, roots, serve
 
 BATCH_BYTES = 16 << 20
 """A call moves 128 pages, or as many as make so many bytes."""
@@ -70,12 +70,7 @@ class _Store:
             "hicache_ext": {"tiers": {"tier": wanted["tier"]}},
         }
         self._store = open_tiers(load_config(document))
-        # By what they have: modules have not the same names in all checkouts.
-        loading = [
-            module for module in sys.modules.values() if "wait_for_compiled_code" in getattr(module, "__dict__", {})
-        ]
-        if wanted["tier"]["type"] == "file" and loading:
-            loading[0].wait_for_compiled_code()
+        let_code_compile()
         self._kept = self._new_keys(self._count)
         self._put(self._kept)
         self._read()

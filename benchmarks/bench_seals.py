@@ -29,11 +29,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hicache_ext.config import ExtraConfig, load_config  # noqa: E402
-from hicache_ext.storage.contract.registry import open_tier  # noqa: E402
-from hicache_ext.storage.store import GetResult, PageBatch, SetResult  # noqa: E402
+from hicache_ext.config import ExtraConfig, load_config
+from hicache_ext.storage.contract.registry import open_tier
+from hicache_ext.storage.store import GetResult, PageBatch, SetResult
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -114,15 +114,11 @@ def _tier(kind: str, directory: Path) -> Iterator[dict[str, Any]]:
         with RedisServer(directory / "redis") as server:
             yield {"type": "redis", "url": server.url, "timeout": "30s", "connections": 4}
     else:
-        from far_objects import _InMemory
+        from tests.rigs.s3_server import FarS3Server
 
-        with _InMemory(0.0) as server:
+        with FarS3Server(directory) as server:
             os.environ |= server.environment()
-            secret = {"env": "HICACHE_TEST_S3_KEY"}
-            yield {
-                "type": "object", "url": server.url(secrets.token_hex(4)), "endpoint": server.endpoint,
-                "region": "us-east-1", "allow_http": True, "timeout": "30s", "access_key": secret, "secret_key": secret,
-            }  # fmt: skip
+            yield server.tier(secrets.token_hex(4), region="us-east-1", timeout="30s")
 
 
 def _measured(kind: str, sizes: list[int], rounds: int, callers: int, directory: Path) -> list[str]:

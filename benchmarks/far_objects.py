@@ -3,11 +3,10 @@
 
 ``python benchmarks/far_objects.py --against ../before --markdown FILE``
 
-An S3 server of this machine answers each request 20 ms later than it could: one in memory that costs little
-(rivals/far_s3.js), or s3rver, which is the tests' and writes files. Both checkouts open the tier from its configuration
-and write a chain of pages in calls of 128, from one thread or several at once, look it up, and read it back; then they
-look it up by a store that was opened a moment ago and knows nothing. What is read is compared byte for byte, outside
-the timed part.
+An S3 server of this machine (rivals/far_s3.js), in memory, answers each request 20 ms later than it could. Both
+checkouts open the tier from its configuration and write a chain of pages in calls of 128, from one thread or several at
+once, look it up, and read it back; then they look it up by a store that was opened a moment ago and knows nothing. What
+is read is compared byte for byte, outside the timed part.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -90,40 +87,6 @@ class _Tier:
         return int(self._store.get(batch).count(GetResult.HIT))
 
 
-class _InMemory:
-    """The server that costs little."""
-
-    def __init__(self, delay: float) -> None:
-        from hicache_ext.testing.server import free_port
-
-        self._port = free_port()
-        self._delay = delay
-
-    def __enter__(self) -> _InMemory:
-        script = Path(__file__).with_name("rivals") / "far_s3.js"
-        self._process = subprocess.Popen(["node", str(script), str(self._port), str(self._delay * 1e3)])
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
-                return self
-            except OSError:
-                time.sleep(0.05)
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    def url(self, prefix: str) -> str:
-        return f"s3://bucket/{prefix}"
-
-    def environment(self) -> dict[str, str]:
-        return {"HICACHE_TEST_S3_KEY": "none"}
-
-
 def _report(answers: dict[str, dict[str, list[float]]]) -> str:
     names = list(next(iter(answers.values())))
     lines = [f"| pages a second | {' | '.join(names)} | ratio |", "|---|" + "--:|" * (len(names) + 1)]
@@ -143,7 +106,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--delay", type=float, default=DELAY, help="seconds that each request takes longer")
     parser.add_argument("--threads", type=int, default=1, help="that call at the same time")
-    parser.add_argument("--s3rver", action="store_true", help="the server of the tests, which writes files")
     parser.add_argument("--directory", type=Path, help="for the server's files")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--serve", nargs=3, metavar=("URL", "ENDPOINT", "THREADS"), help=argparse.SUPPRESS)
@@ -155,12 +117,11 @@ def main() -> None:
         serve(_Tier({**tier, "access_key": key, "secret_key": key}, int(threads)).answer)
         return
     sys.path.insert(0, str(HERE))
-    from tests.rigs.s3_server import S3Server
+    from tests.rigs.s3_server import FarS3Server
 
     place = Path(tempfile.mkdtemp(prefix="hicache-far-", dir=arguments.directory))
     try:
-        near = S3Server(place, delay=arguments.delay) if arguments.s3rver else _InMemory(arguments.delay)
-        with near as server:
+        with FarS3Server(place, arguments.delay) as server:
             os.environ.update(server.environment())
             words = [server.endpoint, str(arguments.threads)]
             checkouts = {

@@ -1,20 +1,13 @@
-"""Replays a trace of requests through eviction policies and prints which share of the page uses each one serves.
-
-``python benchmarks/replay_trace.py TRACE``, where TRACE has one JSON object per line with ``hash_ids``, the chain of
-prefix blocks of a request (Mooncake's published traces). ``--checks`` adds variants of the trace (halves, reversed,
-shuffled in time); ``--synthetic`` replays generated workloads instead.
+"""Replays requests, each the chain of prefix blocks of a prompt, through eviction policies: how many uses each serves.
 
 A request looks up its chain: the leading run of present blocks is served; every block after the first missing one is
-written (a present one beyond a gap counts as used, not as served). Reported is served uses / all uses, over the whole
-trace, from an empty cache, first uses included.
+written (a present one beyond a gap counts as used, not as served). A cache is empty at first, and first uses count.
 
 Policies:
   ours         the file tier's policy (eviction_policy.py), with its ghost list
-  ours -ghost  the same without the ghost list
+  ours, index  the tier itself, through its index
   LRU          blocks used in chain order: the heads of a chain are its oldest blocks
   LRU tails    of the blocks of one request the tail is the oldest
-  FIFO         in order of writing
-  S3-FIFO      small queue of a tenth, ghosts for as many blocks as the main queue holds (Yang et al. 2023)
   optimum      clairvoyant: Belady's MIN with bypass. Of the blocks cached and just used it drops the one whose next use
                is farthest, of one request the deepest; a block that is never used again is not kept. As every use of a
                block is a use of all blocks before it, what it holds is always a set of whole prefixes: the exact
@@ -23,26 +16,21 @@ Policies:
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import heapq
 import itertools
 import json
 import random
-import sys
 import tempfile
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
 from benchmarks.eviction_policy import Clock, Ghost, PageByPage, Rank
-from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
@@ -52,10 +40,9 @@ from tests.rigs.bare_index import new_index_in
 Requests = Sequence[Sequence[int]]
 _SLOT_SIZE = 132 * 1024
 """A slot of a page of 128 KiB: fifteen in a group of neighbours that are evicted together."""
-_IDENTITY = bytes(16)
+IDENTITY = bytes(16)
 _NONE = np.empty(0, np.int64)
 CAPACITIES = (1_000, 10_000, 50_000)
-SYNTHETIC_CAPACITIES = (300, 1_000, 3_000, 10_000, 30_000, 100_000)
 
 
 # -- policies ------------------------------------------------------------------------------------------------------
@@ -73,7 +60,7 @@ def leading_run(request: Sequence[int], cached: Iterable[int]) -> int:
 class OurCache:
     """The tier's policy over a heap of priorities, which stands for the index's ordered database."""
 
-    def __init__(self, capacity: int, *, ghosts: bool = True) -> None:
+    def __init__(self, capacity: int) -> None:
         self.policy = PageByPage(capacity)
         self.clock = Clock()
         self.ranks: dict[int, Rank] = {}
@@ -81,7 +68,7 @@ class OurCache:
         self.uses = 0
         self._order: list[tuple[int, int]] = []
         self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
-        self._ghost_limit = eviction.ghost_limit(capacity) if ghosts else 0
+        self._ghost_limit = eviction.ghost_limit(capacity)
 
     def request(self, request: Sequence[int]) -> int:
         served = leading_run(request, self.ranks)
@@ -115,10 +102,9 @@ class OurCache:
             if rank is not None and rank.priority == priority:
                 break
         del self.ranks[block]
-        if self._ghost_limit:
-            self._ghosts[block] = Ghost.of(rank)
-            if len(self._ghosts) > self._ghost_limit:
-                self._ghosts.popitem(last=False)
+        self._ghosts[block] = Ghost.of(rank)
+        if len(self._ghosts) > self._ghost_limit:
+            self._ghosts.popitem(last=False)
 
 
 def ours(requests: Requests, capacity: int) -> int:
@@ -142,12 +128,7 @@ def served_by_the_index(
     """Blocks served of each request by a tier with so many slots. ``look`` is called after each. With ``policy`` the
     tier keeps to this candidate (``eviction.POLICIES``), whatever serves most. ``spared``: HASH of the leased pages,
     sorted; ``tenancies``: for whom each request is."""
-    with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
-        slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
-        assert slab is not None
-        index.finish_slab(slab)
-        index.grow_sets()
-        index.register([_IDENTITY])
+    with index_of(capacity) as index:
         if policy is not None:
             index.memory.header[index_words.POLICY] = policy
             index.memory.small[index_words.NEXT] = eviction.MAX_PRIORITY
@@ -161,20 +142,32 @@ def served_by_the_index(
             index.note_hits(found, keys, len(found))
             missing = [position for position in range(len(keys)) if position not in present]
             for first in range(0, len(missing), portion):
-                if not _store(index, keys, missing[first : first + portion], spared(index), tenancy):
+                if not store(index, keys, missing[first : first + portion], spared(index), tenancy):
                     break
             yield served
             if look is not None:
                 look(index)
 
 
+@contextmanager
+def index_of(capacity: int) -> Iterator[SlabIndex]:
+    """The index of an empty tier with so many slots."""
+    with tempfile.TemporaryDirectory() as directory, new_index_in(Path(directory), capacity * _SLOT_SIZE) as index:
+        slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
+        assert slab is not None
+        index.finish_slab(slab)
+        index.grow_sets()
+        index.register([IDENTITY])
+        yield index
+
+
 @functools.cache
 def key_of(block: int) -> bytes:
     """Evenly spread, as SGLang's page hashes are."""
-    return _IDENTITY + hashlib.sha256(str(block).encode()).digest()
+    return IDENTITY + hashlib.sha256(str(block).encode()).digest()
 
 
-def _store(
+def store(
     index: SlabIndex,
     keys: Sequence[bytes],
     positions: Sequence[int],
@@ -196,24 +189,17 @@ def _store(
     return len(rows) == len(positions) or tenancy is not None
 
 
-def ours_without_ghosts(requests: Requests, capacity: int) -> int:
-    return sum(map(OurCache(capacity, ghosts=False).request, requests))
-
-
 def lru(requests: Requests, capacity: int) -> int:
-    return sum(served_by_lru(requests, capacity))
-
-
-def served_by_lru(requests: Requests, capacity: int) -> Iterator[int]:
-    """Blocks served of each request."""
     cached: OrderedDict[int, None] = OrderedDict()
+    served = 0
     for request in requests:
-        yield leading_run(request, cached)
+        served += leading_run(request, cached)
         for block in request:
             cached[block] = None
             cached.move_to_end(block)
             if len(cached) > capacity:
                 cached.popitem(last=False)
+    return served
 
 
 def lru_tails_first(requests: Requests, capacity: int) -> int:
@@ -226,64 +212,6 @@ def lru_tails_first(requests: Requests, capacity: int) -> int:
             cached.move_to_end(block)
         while len(cached) > capacity:
             cached.popitem(last=False)
-    return served
-
-
-def fifo(requests: Requests, capacity: int) -> int:
-    cached: OrderedDict[int, None] = OrderedDict()
-    served = 0
-    for request in requests:
-        served += leading_run(request, cached)
-        for block in request:
-            cached.setdefault(block)
-            if len(cached) > capacity:
-                cached.popitem(last=False)
-    return served
-
-
-def s3_fifo(requests: Requests, capacity: int) -> int:
-    small: OrderedDict[int, None] = OrderedDict()
-    main: OrderedDict[int, None] = OrderedDict()
-    ghosts: OrderedDict[int, None] = OrderedDict()
-    uses: dict[int, int] = {}
-    small_size = max(1, capacity // 10)
-    served = 0
-
-    def evict() -> None:
-        if len(small) >= small_size or not main:
-            while small:
-                block, _ = small.popitem(last=False)
-                if uses[block] > 1:
-                    uses[block] = 0
-                    main[block] = None
-                    continue
-                del uses[block]
-                ghosts[block] = None
-                if len(ghosts) > capacity - small_size:
-                    ghosts.popitem(last=False)
-                return
-        while True:
-            block, _ = main.popitem(last=False)
-            if not uses[block]:
-                del uses[block]
-                return
-            uses[block] -= 1
-            main[block] = None
-
-    for request in requests:
-        served += leading_run(request, uses)
-        for block in request:
-            if block in uses:
-                uses[block] = min(3, uses[block] + 1)
-                continue
-            if len(uses) >= capacity:
-                evict()
-            uses[block] = 0
-            if block in ghosts:
-                del ghosts[block]
-                main[block] = None
-            else:
-                small[block] = None
     return served
 
 
@@ -319,11 +247,8 @@ def served_by_the_optimum(requests: Requests, capacity: int) -> Iterator[int]:
 POLICIES: dict[str, Callable[[Requests, int], int]] = {
     "ours": ours,
     "ours, index": ours_in_the_index,
-    "ours -ghost": ours_without_ghosts,
     "LRU": lru,
     "LRU tails": lru_tails_first,
-    "FIFO": fifo,
-    "S3-FIFO": s3_fifo,
     "optimum": optimum,
 }
 
@@ -334,24 +259,6 @@ POLICIES: dict[str, Callable[[Requests, int], int]] = {
 def read_trace(path: Path) -> list[list[int]]:
     with path.open() as lines:
         return [json.loads(line)["hash_ids"] for line in lines if line.strip()]
-
-
-def variants(requests: Requests, seed: int = 1) -> dict[str, Requests]:
-    """The trace cut and turned, so that a policy fitted to its order shows."""
-    half = len(requests) // 2
-    backwards = list(reversed(requests))
-    shuffled: list[Sequence[int]] = []
-    chance = random.Random(seed)
-    for start in range(0, len(backwards), 500):
-        window = list(backwards[start : start + 500])
-        chance.shuffle(window)
-        shuffled += window
-    return {
-        "first half": requests[:half],
-        "second half": requests[half:],
-        "reversed": backwards,
-        "reversed, shuffled within 500 requests": shuffled,
-    }
 
 
 def multi_turn(count: int, seed: int, *, documents: float = 0.0) -> list[list[int]]:
@@ -394,93 +301,3 @@ def shifting_hot_set(count: int, seed: int) -> list[list[int]]:
         chosen = chance.choices(documents, weights, k=half)
         requests += [[*document, *(next(fresh) for _ in range(chance.randint(1, 5)))] for document in chosen]
     return requests
-
-
-def synthetic(count: int = 6_000, seed: int = 1) -> dict[str, Requests]:
-    return {
-        "multi-turn": multi_turn(count, seed),
-        "multi-turn with scans": multi_turn(count, seed, documents=0.3),
-        "hot set replaced half way": shifting_hot_set(count, seed),
-    }
-
-
-# -- report --------------------------------------------------------------------------------------------------------
-
-
-def replay(requests: Requests, capacities: Sequence[int], names: Sequence[str]) -> dict[str, list[float]]:
-    """Per policy the served share of all uses, one number per capacity."""
-    uses = sum(map(len, requests))
-    shares: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        for capacity in capacities:
-            started = time.monotonic()
-            shares[name].append(POLICIES[name](requests, capacity) / uses if uses else 0.0)
-            print(f"  {name}, {capacity:,}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    return shares
-
-
-def table(title: str, capacities: Sequence[int], shares: dict[str, list[float]]) -> str:
-    lines = [f"{title}", "", "| policy | " + " | ".join(f"{c:,}" for c in capacities) + " |"]
-    lines.append("|---|" + "---|" * len(capacities))
-    lines += [f"| {name} | " + " | ".join(f"{share:.4f}" for share in row) + " |" for name, row in shares.items()]
-    return "\n".join(lines) + "\n"
-
-
-def plot(path: Path, capacities: Sequence[int], results: dict[str, dict[str, list[float]]]) -> bool:
-    """False when matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(6 * len(results), 4), layout="constrained")
-    for axes, (title, shares) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
-        for name, row in shares.items():
-            axes.plot(capacities, row, marker="o", label=name)
-        axes.set(xscale="log", xlabel="capacity (blocks)", ylabel="share of uses served", title=title)
-        axes.legend()
-    figure.savefig(path)
-    return True
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Replay a trace through eviction policies.")
-    parser.add_argument("trace", type=Path, nargs="?", help="JSON lines with hash_ids")
-    parser.add_argument("--capacity", type=int, nargs="+", help="blocks (default: 1000 10000 50000)")
-    parser.add_argument("--policy", nargs="+", choices=list(POLICIES), default=list(POLICIES))
-    parser.add_argument(
-        "--checks", action="store_true", help="also halves, reversed and shuffled variants of the trace"
-    )
-    parser.add_argument("--synthetic", action="store_true", help="generated workloads instead of a trace")
-    parser.add_argument("--seed", type=int, default=1, help="of the generated workloads (default: 1)")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
-    options = parser.parse_args(arguments)
-    if options.synthetic:
-        workloads: dict[str, Requests] = synthetic(seed=options.seed)
-    elif options.trace is None:
-        parser.error("a trace file, or --synthetic")
-    elif not options.trace.is_file():
-        print(f"{options.trace}: not there, nothing to replay")
-        return 0
-    else:
-        whole = read_trace(options.trace)
-        workloads = {"whole trace": whole, **(variants(whole) if options.checks else {})}
-    capacities = options.capacity or (SYNTHETIC_CAPACITIES if options.synthetic else CAPACITIES)
-    if min(capacities) < 1:
-        parser.error("--capacity: at least one block")
-    results: dict[str, dict[str, list[float]]] = {}
-    for title, requests in workloads.items():
-        uses, blocks = sum(map(len, requests)), len({block for request in requests for block in request})
-        print(f"{title}: {len(requests):,} requests, {uses:,} uses of {blocks:,} blocks", file=sys.stderr)
-        results[title] = replay(requests, capacities, options.policy)
-        print(table(title, capacities, results[title]), flush=True)
-    if options.json:
-        document = {"benchmark": "replay", "capacities": list(capacities), "shares": results}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-    if options.plot and not plot(options.plot, capacities, results):
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(without_traceback(main))

@@ -41,6 +41,26 @@ FORMER = {
     "test_pages_of_both_are_looked_for_in_the_same_rooms": (
         "``auto`` wraps no codec any more: it is the lossless one, asked whether it pays"
     ),
+    "test_killed_writers_leave_no_wrong_page_no_poisoned_key_and_a_right_account": (
+        "-> test_killed_processes_leave_no_wrong_page_no_poisoned_key_and_sound_files"
+    ),
+    "test_killed_processes_leave_sound_slabs_and_no_wrong_page": (
+        "-> test_killed_processes_leave_no_wrong_page_no_poisoned_key_and_sound_files"
+    ),
+    "test_writers_killed_in_containers_and_stopped_before_leave_the_same": (
+        "-> test_containers_killed_and_stopped_leave_the_same"
+    ),
+    "test_containers_killed_and_stopped_leave_sound_slabs_and_no_wrong_page": (
+        "-> test_containers_killed_and_stopped_leave_the_same"
+    ),
+    "test_killed_writers_of_encoded_and_sealed_pages_leave_the_same": (
+        "-> test_killed_processes_leave_the_same_of_encoded_and_sealed_pages"
+    ),
+    "test_killed_processes_leave_sound_slabs_of_encoded_and_sealed_pages": (
+        "-> test_killed_processes_leave_the_same_of_encoded_and_sealed_pages"
+    ),
+    "test_the_script_replays_a_trace_and_writes_its_results": "-> test_ours_serves_more_than_lru_among_scans",
+    "test_without_the_trace_the_script_says_so_and_ends_well": "-> test_ours_serves_more_than_lru_among_scans",
     "test_clear_leaves_other_models_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_clear_leaves_strangers_files_alone": "-> test_clear_leaves_other_models_and_strangers_files_alone",
     "test_results_are_lists_of_the_right_type": "-> test_ten_thousand_keys_are_answered",

@@ -25,19 +25,12 @@ from tests.campaigns.trouble_load import (
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> Any:
-    pytest.importorskip("matplotlib", reason="missing: matplotlib")
     return SimpleNamespace(
         engine="redis",
         tiny=False,
         trouble=20,
         healthy=10,
         period=1,
-        tokens=64,
-        timeout=1,
-        rate=1e6,
-        late=0.1,
-        flipped=0.2,
-        cut=0.1,
         seed=1,
         report=tmp_path / "pool-trouble.md",
     )
@@ -96,7 +89,6 @@ def test_the_deadline_itself_does_not_count_and_everything_is_written(arguments:
     document = json.loads(arguments.report.with_suffix(".json").read_text())
     assert document["ratios_after_the_first_deadline"] == {"killed": pytest.approx(1.0)}
     assert len(document["requests"]) == 320
-    assert arguments.report.with_suffix(".png").stat().st_size > 10_000
 
 
 @pytest.mark.thorough

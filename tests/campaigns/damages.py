@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import enum
 import os
-import platform
 import random
 import re
 import shutil
@@ -25,15 +24,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.main import main as hicache_ext_command
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY
-from tests.campaigns.reporting import problem_lines, publish
+from tests.campaigns.reporting import Found, arguments_of, command_of, conduct, report_of
 from tests.campaigns.tier_process import (
     SLACK,
     ProcessFailedError,
@@ -43,7 +42,7 @@ from tests.campaigns.tier_process import (
     close_tier,
     keys_of,
     open_tier,
-    pack_lines,
+    pack_row,
     packs_in,
     problems_of_keys,
     problems_of_packs,
@@ -74,9 +73,7 @@ class When(enum.Enum):
 
 
 @dataclass
-class Findings:
-    """What was seen; ``problems`` is what must not be."""
-
+class Findings(Found):
     rounds: int = 0
     damages: Counter[str] = field(default_factory=Counter)
     whens: Counter[str] = field(default_factory=Counter)
@@ -85,9 +82,6 @@ class Findings:
     packs: Counter[str] = field(default_factory=Counter)
     """Before the damage."""
     slowest_round: float = 0.0
-    problems: Counter[str] = field(default_factory=Counter)
-    stories: list[str] = field(default_factory=list)
-    """Of each round with problems: its number, what was damaged, and what was seen."""
 
 
 # -- damages -----------------------------------------------------------------------------------------------------------
@@ -425,18 +419,9 @@ class Round:
         found.layouts[self._layout] += len(self._damages)
         found.damages.update(kind for kind, _ in self._damages)
         found.slowest_round = max(found.slowest_round, time.monotonic() - begun)
-        found.problems.update({f"{self._layout}: {problem}": count for problem, count in self._problems.items()})
-        if self._problems:
-            found.stories.append(
-                "\n".join(
-                    [
-                        f"seed {self._seed}, round {self._number}, {self._layout}, process {self._when.value}:",
-                        *(f"  damage: {kind}: {what}" for kind, what in self._damages),
-                        *(f"  seen: {count} x {problem}" for problem, count in self._problems.items()),
-                        *(f"    {line}" for text in self._details for line in text.splitlines()),
-                    ]
-                )
-            )
+        story = [f"seed {self._seed}, round {self._number}, {self._layout}, process {self._when.value}:"]
+        story += [f"  damage: {kind}: {what}" for kind, what in self._damages]
+        found.note_case(self._layout, story, self._problems, self._details)
 
     def _run(self) -> None:
         with TierProcess(self._root / "log") as before:
@@ -503,8 +488,13 @@ class Round:
             "ttl": "1d",
         }
 
-    def _noted(self, when: str) -> _Noted:
-        return _Noted(self, when)
+    @contextmanager
+    def _noted(self, when: str) -> Iterator[None]:
+        """What fails inside is noted as a problem of the round, which goes on."""
+        try:
+            yield
+        except ProcessFailedError as error:
+            self._failed(error, when)
 
     def _failed(self, error: ProcessFailedError, when: str) -> None:
         problem, _, details = str(error).partition("\n")
@@ -518,32 +508,13 @@ class Round:
         return ", ".join(f"{name} {size}" for size, name in sorted(files, reverse=True)[:6])
 
 
-class _Noted:
-    """What fails inside is noted as a problem of the round, which goes on."""
-
-    def __init__(self, of_round: Round, when: str) -> None:
-        self._round, self._when = of_round, when
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, ProcessFailedError):
-            return False
-        self._round._failed(error, self._when)
-        return True
-
-
 def run(damages: int, seed: int, only: int | None = None) -> Findings:
     """Rounds until there were ``damages``; or the one of number ``only``. Prints what is seen."""
-    findings, told = Findings(), 0
+    findings = Findings()
     root = Path(tempfile.mkdtemp(prefix="hicache-damages-"))
     try:
         while findings.damages.total() < damages and not (only is not None and findings.rounds):
             Round(root, seed, findings.rounds if only is None else only, findings).run()
-            for story in findings.stories[told:]:
-                print(f"{story}\n", flush=True)
-            told = len(findings.stories)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     if only is None:
@@ -551,51 +522,35 @@ def run(damages: int, seed: int, only: int | None = None) -> Findings:
     return findings
 
 
-def report(found: Findings, seed: int, seconds: float) -> str:
+def report(found: Findings, options: argparse.Namespace, took: str) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.damages.most_common())
-    return "\n".join(
+    return report_of(
+        "Damaged files",
+        f"{command_of('damages', options)}: tiers of {CAPACITY >> 20} MiB, {took}.",
         [
-            "# Damaged files",
-            "",
-            f"`python -m tests.campaigns.damages --damages {found.damages.total()} --seed {seed}`: tiers of "
-            f"{CAPACITY >> 20} MiB, {seconds:.0f} s on {os.cpu_count()} cores, "
-            f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}, "
-            f"{time.strftime('%Y-%m-%d')}.",
-            "",
-            "| | |",
-            "|---|---|",
-            f"| rounds: a tier filled, damaged, started again | {found.rounds} |",
-            *(f"| damages, layout {layout} | {count} |" for layout, count in sorted(found.layouts.items())),
-            *(f"| rounds whose process before was: {when} | {count} |" for when, count in found.whens.most_common()),
-            *(f"| pages at the first read: {name} | {count} |" for name, count in found.first_reads.most_common()),
-            *pack_lines(found.packs),
-            f"| the slowest round, seconds | {found.slowest_round:.1f} |",
-            f"| rounds with problems | {len(found.stories)} |",
-            "",
-            f"Damages: {kinds}.",
-            "",
-            "Checked after each round: within one restart every key is stored and read again (what was STORED is a HIT"
-            " at once); no wrong byte, no exception, no signal, no call that hangs, also in the process that ran"
-            " meanwhile; a file outside that a link led to is as it was; the files take no more than the capacity and"
-            f" {SLACK >> 20} MiB.",
-            "",
-            *problem_lines(found.problems),
-        ]
+            ("rounds: a tier filled, damaged, started again", found.rounds),
+            *((f"damages, layout {layout}", count) for layout, count in sorted(found.layouts.items())),
+            *((f"rounds whose process before was: {when}", count) for when, count in found.whens.most_common()),
+            *((f"pages at the first read: {name}", count) for name, count in found.first_reads.most_common()),
+            pack_row(found.packs),
+            ("the slowest round, seconds", f"{found.slowest_round:.1f}"),
+            ("rounds with problems", len(found.stories)),
+        ],
+        f"Damages: {kinds}.",
+        "Checked after each round: within one restart every key is stored and read again (what was STORED is a HIT"
+        " at once); no wrong byte, no exception, no signal, no call that hangs, also in the process that ran"
+        " meanwhile; a file outside that a link led to is as it was; the files take no more than the capacity and"
+        f" {SLACK >> 20} MiB.",
+        problems=found.problems,
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = arguments_of(__doc__)
     parser.add_argument("--damages", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat this round of the seed")
-    parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
-    options = parser.parse_args(arguments)
-    begun = time.monotonic()
-    findings = run(options.damages, options.seed, options.only)
-    text = report(findings, options.seed, time.monotonic() - begun)
-    publish(text, options.report)
-    return 1 if findings.problems else 0
+    options = parser.parse_args()
+    return conduct(options, lambda: run(options.damages, options.seed, options.only), report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import ctypes
 import itertools
 import os
-import platform
 import random
 import shutil
 import sys
@@ -34,7 +33,7 @@ from pathlib import Path
 
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY
-from tests.campaigns.reporting import problem_lines, publish
+from tests.campaigns.reporting import Found, arguments_of, command_of, conduct, report_of
 from tests.campaigns.tier_process import (
     ProcessFailedError,
     Tier,
@@ -43,7 +42,7 @@ from tests.campaigns.tier_process import (
     describe,
     keys_of,
     open_tier,
-    pack_lines,
+    pack_row,
     packs_in,
     problems_of_keys,
     problems_of_packs,
@@ -93,9 +92,7 @@ class Case:
 
 
 @dataclass
-class Findings:
-    """What was seen; ``problems`` is what must not be."""
-
+class Findings(Found):
     runs: Counter[str] = field(default_factory=Counter)
     doings: Counter[str] = field(default_factory=Counter)
     calls: int = 0
@@ -109,8 +106,6 @@ class Findings:
     """Pages that were synced before the death, and those of them that are hits after it."""
     packs: Counter[str] = field(default_factory=Counter)
     """Before the deaths."""
-    problems: Counter[str] = field(default_factory=Counter)
-    stories: list[str] = field(default_factory=list)
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------
@@ -246,15 +241,10 @@ class Run:
                 problem, details = "files of a dead device that stay open", str(error)
             self._problems[problem] += 1
             self._details.append(details)
-        findings.runs[f"{case.file_system}, {case.layout}"] += 1
+        kind = f"{case.file_system}, {case.layout}"
+        findings.runs[kind] += 1
         findings.doings[case.doing] += 1
-        findings.problems.update(
-            {f"{case.file_system}, {case.layout}: {what}": n for what, n in self._problems.items()}
-        )
-        if self._problems:
-            seen_lines = [f"  seen: {count} x {what}" for what, count in self._problems.items()]
-            lines = [f"    {line}" for text in self._details for line in text.splitlines()]
-            findings.stories.append("\n".join([str(case), *seen_lines, *lines]))
+        findings.note_case(kind, [str(case)], self._problems, self._details)
 
     def _run(self, process: TierProcess, disks: Sequence[LoopFileSystem]) -> None:
         case, dying = self._case, disks[0]
@@ -276,7 +266,7 @@ class Run:
         time.sleep(self._chance.uniform(0, 0.3))
         if case.synced:
             process.call(rest)
-            _sync(dying.path)
+            dying.sync()
             if case.cold:
                 _drop_from_memory(dying.path, process.pid)
             process.call(do, case.doing)
@@ -349,16 +339,6 @@ class Run:
         self._problems.update({f"{problem}, {when}": count for problem, count in problems.items()})
 
 
-def _sync(path: Path) -> None:
-    """Bring everything of the file system to its disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
-            raise OSError(ctypes.get_errno(), "syncfs")
-    finally:
-        os.close(fd)
-
-
 _PROCESS_MADVISE = 440
 _MADV_PAGEOUT = 21
 
@@ -410,72 +390,55 @@ def cases(chance: random.Random, runs: int, file_system: str) -> list[Case]:
 
 def run(runs: int, seed: int, file_systems: Sequence[str] = FILE_SYSTEMS) -> Findings:
     """``runs`` deaths of each file system. Prints what is seen."""
-    findings, told = Findings(), 0
+    findings = Findings()
     directory = Path(tempfile.mkdtemp(prefix="hicache-dying-"))
     try:
         for file_system in file_systems:
             chance = random.Random(f"{seed}/{file_system}")
             for case in cases(chance, runs, file_system):
                 Run(case, chance, findings, directory).run()
-                for story in findings.stories[told:]:
-                    print(f"{story}\n", flush=True)
-                told = len(findings.stories)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     findings.problems.update(problems_of_packs(findings.packs))
     return findings
 
 
-def report(found: Findings, runs: int, seed: int, seconds: float) -> str:
+def report(found: Findings, options: argparse.Namespace, took: str) -> str:
     def span(values: Sequence[float]) -> str:
         if not values:
             return "-"
         ordered = sorted(values)
         return f"{ordered[len(ordered) // 2]:.2f}, {ordered[-1]:.2f}"
 
-    return "\n".join(
+    return report_of(
+        "Devices that die",
+        f"{command_of('dying_devices', options)}: loop mounts, shut down under a tier of {CAPACITY >> 20} MiB a path,"
+        f" {took}.",
         [
-            "# Devices that die",
-            "",
-            f"`python -m tests.campaigns.dying_devices --runs {runs} --seed {seed}`: loop mounts, shut down under a "
-            f"tier of {CAPACITY >> 20} MiB a path, {seconds:.0f} s on {os.cpu_count()} cores, "
-            f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}, "
-            f"{time.strftime('%Y-%m-%d')}.",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| deaths: {name} | {count} |" for name, count in sorted(found.runs.items())),
-            *(f"| deaths while doing {name} | {count} |" for name, count in found.doings.items()),
-            f"| calls | {found.calls} |",
-            f"| seconds of the longest call | {found.longest_call:.2f} |",
-            f"| seconds until out of service, once calls need the device: median, most | {span(found.seconds_out)} |",
-            f"| seconds from the mount until in service: median, most | {span(found.seconds_back)} |",
-            f"| pages synced before the death, hits after it | {found.synced}, {found.synced_hits} |",
-            *pack_lines(found.packs),
-            f"| runs with problems | {len(found.stories)} |",
-            "",
-            "Checked: no signal, no exception, no wrong byte; no call of more than"
-            f" {LONGEST_CALL:.0f} s; the path goes out of service and keeps no file of the dead device open (it can be"
-            " unmounted); nothing is STORED on a dead device; with a second path every key is stored and read there;"
-            " after the mount the path comes back, every key is stored and read, and what was cleared meanwhile stays"
-            " away.",
-            "",
-            *problem_lines(found.problems),
-        ]
+            *((f"deaths: {name}", count) for name, count in sorted(found.runs.items())),
+            *((f"deaths while doing {name}", count) for name, count in found.doings.items()),
+            ("calls", found.calls),
+            ("seconds of the longest call", f"{found.longest_call:.2f}"),
+            ("seconds until out of service, once calls need the device: median, most", span(found.seconds_out)),
+            ("seconds from the mount until in service: median, most", span(found.seconds_back)),
+            ("pages synced before the death, hits after it", f"{found.synced}, {found.synced_hits}"),
+            pack_row(found.packs),
+            ("runs with problems", len(found.stories)),
+        ],
+        "Checked: no signal, no exception, no wrong byte; no call of more than"
+        f" {LONGEST_CALL:.0f} s; the path goes out of service and keeps no file of the dead device open (it can be"
+        " unmounted); nothing is STORED on a dead device; with a second path every key is stored and read there;"
+        " after the mount the path comes back, every key is stored and read, and what was cleared meanwhile stays"
+        " away.",
+        problems=found.problems,
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = arguments_of(__doc__)
     parser.add_argument("--runs", type=int, default=25, help="deaths of each file system")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
-    options = parser.parse_args(arguments)
-    begun = time.monotonic()
-    findings = run(options.runs, options.seed)
-    text = report(findings, options.runs, options.seed, time.monotonic() - begun)
-    publish(text, options.report)
-    return 1 if findings.problems else 0
+    options = parser.parse_args()
+    return conduct(options, lambda: run(options.runs, options.seed), report)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import platform
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +29,7 @@ from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.redis.connection import Connection
 from hicache_ext.testing.conformance.pages import HostPages, cut, filled, page_keys, payload_of
 from hicache_ext.testing.conformance.second_reader import write_page_object
-from tests.campaigns.reporting import problem_lines, publish
+from tests.campaigns.reporting import Found, arguments_of, command_of, conduct, report_of
 from tests.native.sanitized import use_the_core_that_is_to_be_tested
 from tests.rigs.redis_talks import ANSWER, GOOD, LONGEST_TALK, Talked, known_words, talk
 from tests.storage.remote.redis.odd_replies import TO_GET, TO_SET, replies_of
@@ -53,16 +51,12 @@ _ENDINGS = {
 
 
 @dataclass
-class Findings:
-    """What was seen; ``problems`` is what must not be."""
-
+class Findings(Found):
     inputs: int = 0
-    seconds: float = 0.0
     sent: int = 0
     pages: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
     longest: float = 0.0
-    problems: Counter[str] = field(default_factory=Counter)
 
 
 def right_replies(chance: random.Random, word: str, values: Sequence[bytes]) -> list[bytes]:
@@ -167,46 +161,32 @@ def run_campaign(inputs: int, seed: int) -> Findings:
     """The same seed gives the same inputs."""
     findings = Findings()
     chance = random.Random(seed)
-    begun = time.monotonic()
     with known_words():
         for _ in range(inputs):
             run_input(chance, findings)
-    findings.seconds = time.monotonic() - begun
     return findings
 
 
-def report(findings: Findings, seed: int) -> str:
-    def listed(counts: Counter[str]) -> list[str]:
-        return [f"  - {name}: {count}" for name, count in sorted(counts.items())]
-
-    lines = [
-        "# Fuzzing the replies of Redis",
-        "",
-        f"`python -m tests.campaigns.fuzz_resp --inputs {findings.inputs} --seed {seed}`, Python "
-        f"{platform.python_version()}. What is done and checked: tests/campaigns/fuzz_resp.py.",
-        "",
-        f"- Inputs: {findings.inputs} in {findings.seconds:.0f} s, {findings.sent / 1e6:.0f} MB of replies, both ways.",
-        f"- Longest talk: {findings.longest:.3f} s (allowed: {LONGEST_TALK:.0f} s).",
-        "- Pages:",
-        *listed(findings.pages),
-        "- Talks ended:",
-        *listed(findings.endings),
-        "",
-        *problem_lines(findings.problems),
-    ]
-    return "\n".join(lines)
+def report(findings: Findings, options: argparse.Namespace, took: str) -> str:
+    return report_of(
+        "Fuzzing the replies of Redis",
+        f"{command_of('fuzz_resp', options)}, {took}. What is done and checked: tests/campaigns/fuzz_resp.py.",
+        [
+            ("megabytes of replies, both ways", f"{findings.sent / 1e6:.0f}"),
+            (f"longest talk, s (allowed: {LONGEST_TALK:.0f})", f"{findings.longest:.3f}"),
+            *((f"pages: {name}", count) for name, count in sorted(findings.pages.items())),
+            *((f"talks ended: {name}", count) for name, count in sorted(findings.endings.items())),
+        ],
+        problems=findings.problems,
+    )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> int:
+    parser = arguments_of(__doc__)
     parser.add_argument("--inputs", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", type=Path)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     use_the_core_that_is_to_be_tested()
-    findings = run_campaign(options.inputs, options.seed)
-    publish(report(findings, options.seed), options.report)
-    return 1 if findings.problems else 0
+    return conduct(options, lambda: run_campaign(options.inputs, options.seed), report)
 
 
 if __name__ == "__main__":

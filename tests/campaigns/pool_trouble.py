@@ -8,7 +8,7 @@ store (trouble_engines.py), reached over a link that can be made slow and bad. B
 deadline is over, no first token should ever wait much longer than it does on the other server, the answers should be
 the same, and the pool should come back without a restart.
 
-Writes the report, beside it a JSON file with every request, and a plot. Needs the engine's server and matplotlib.
+Writes the report, and beside it a JSON file with every request. Needs the engine's server.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from hicache_ext.runtime.commands import terminated_in_order
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import arguments_to_serve, make_small_model
 from tests.campaigns.pool_trouble_report import write_report
-from tests.campaigns.trouble_engines import ENGINES, Engine, Happening, engine
+from tests.campaigns.trouble_engines import ENGINES, Engine, Happening
 from tests.campaigns.trouble_load import ANSWER_TOKENS, WITH_POOL, WITHOUT, Conversations, Run, TimeLine
 from tests.rigs.tiny_model import make_tiny_model
 
 PAGE_SIZE = 16
+_HISTORY = 144
+"""Tokens of each history."""
 _THRESHOLD = 64
 """Tokens; SGLang asks storage for no less. Two cores compute the histories of half a run: they must be short."""
 _SEEDING_THREADS = 4
@@ -53,13 +55,12 @@ def run(arguments: argparse.Namespace, directory: Path) -> TimeLine:
     else:
         model = make_small_model(directory / "model")
         given = (*arguments_to_serve(), "--max-total-tokens", "8192")
-    line = TimeLine(timeout=READ_TIMEOUT if arguments.timeout is None else arguments.timeout, tokens=arguments.tokens)
-    conversations = Conversations(arguments.seed, arguments.tokens)
+    line = TimeLine(timeout=READ_TIMEOUT, tokens=_HISTORY)
+    conversations = Conversations(arguments.seed, _HISTORY)
     with ExitStack() as stack:
-        link = {"rate": arguments.rate, "late": arguments.late, "flipped": arguments.flipped, "cut": arguments.cut}
-        pool = stack.enter_context(engine(arguments.engine, directory, link))
+        pool = stack.enter_context(ENGINES[arguments.engine](directory))
         happenings = _chosen(pool, arguments.only)
-        servers = _start_servers(stack, model, given, directory, pool, arguments.timeout)
+        servers = _start_servers(stack, model, given, directory, pool)
         _seed(servers, directory, conversations, _histories_needed(arguments, len(happenings)))
         pool.filled()
         before = read_samples(servers[WITH_POOL].get("/metrics"))
@@ -93,17 +94,11 @@ def _chosen(pool: Engine, names: Sequence[str] | None) -> list[Happening]:
 
 
 def _start_servers(
-    stack: ExitStack,
-    model: Path,
-    server_arguments: Sequence[str],
-    directory: Path,
-    pool: Engine,
-    timeout: float | None,
+    stack: ExitStack, model: Path, server_arguments: Sequence[str], directory: Path, pool: Engine
 ) -> dict[str, SglangServer]:
     """Both at once; they differ in the pool and in the directory of their disk tier."""
     servers: dict[str, SglangServer] = {}
-    tier = {**pool.tier, **({} if timeout is None else {"timeout": f"{timeout:g}s"})}
-    for name, tiers in ((WITH_POOL, {"pool": tier}), (WITHOUT, {})):
+    for name, tiers in ((WITH_POOL, {"pool": pool.tier}), (WITHOUT, {})):
         place = directory / name.replace(" ", "-")
         place.mkdir()
         disk = {"type": "file", "path": str(place / "nvme"), "capacity": "8GiB", "layout": "pages"}
@@ -176,16 +171,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--trouble", type=float, default=20.0, help="seconds of each trouble (default: %(default)s)")
     parser.add_argument("--healthy", type=float, default=8.0, help="seconds after each recovery (default: %(default)s)")
     parser.add_argument("--period", type=float, default=3.0, help="seconds from burst to burst (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=144, help="of each history (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, help="of the pool, seconds (default: the tier's own)")
-    parser.add_argument("--rate", type=float, default=1e6, help="bytes a second of a slow link (default: %(default)g)")
-    parser.add_argument("--late", type=float, default=0.1, help="seconds a call, on a slow link (default: %(default)s)")
-    parser.add_argument("--flipped", type=float, default=0.2, help="share, on a bad link (default: %(default)s)")
-    parser.add_argument("--cut", type=float, default=0.05, help="share, on a bad link (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model instead of SmolLM2-135M")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--directory", type=Path, help="where servers and tiers work (default: the temporary one)")
-    parser.add_argument("--report", type=Path, help="FILE.md; FILE.json and FILE.png beside it")
+    parser.add_argument("--report", type=Path, help="FILE.md; FILE.json beside it")
     return parser
 
 
@@ -194,7 +182,7 @@ def main() -> int:
     begun = time.monotonic()
     with (
         terminated_in_order(),
-        tempfile.TemporaryDirectory(prefix="hce-trouble-", dir=arguments.directory) as directory,
+        tempfile.TemporaryDirectory(prefix="hce-trouble-") as directory,
     ):
         line = run(arguments, Path(directory))
     text, well = write_report(line, arguments, time.monotonic() - begun)

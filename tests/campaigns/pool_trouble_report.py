@@ -1,4 +1,4 @@
-"""What the time line of pool_trouble.py says: tables, JSON and plot."""
+"""What the time line of pool_trouble.py says: tables and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hicache_ext.bench.frame import Table, machine_facts, number, today, write_json
-from tests.campaigns.reporting import markdown, where_and_when
+from tests.campaigns.reporting import command_of, markdown, where_and_when
 from tests.campaigns.trouble_load import (
     HEALTHY,
     NEW,
@@ -52,7 +52,7 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
     ]
     sections = [
         f"# A pool in trouble, under load: {line.engine}",
-        f"`{_command(arguments)}`: {seconds:.0f} s; {where_and_when(machine_facts(Path.cwd()))}, "
+        f"{command_of('pool_trouble', arguments)}: {seconds:.0f} s; {where_and_when(machine_facts(Path.cwd()))}, "
         f"Linux {platform.release().partition('-')[0]}.",
         _method(line, arguments),
         *line.remarks,
@@ -62,7 +62,6 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
         "same burst: the wait that the pool's trouble added to the unluckiest first token. A pool that is asked while "
         "it hangs costs what is left of one call's time, which is learnt from its earlier calls (docs/guards.md). *Log "
         "lines* are those of this package on the server with the pool.",
-        f"![Time to first token of both servers over time]({arguments.report.stem}.png)" if arguments.report else "",
         "\n".join(f"- {sentence}" for sentence in verdict),
         f"What the pool's tier counted: {', '.join(f'{n:.0f} {name}' for name, n in line.counters.items())}.",
         "What its breaker said:",
@@ -73,26 +72,14 @@ def write_report(line: TimeLine, arguments: argparse.Namespace, seconds: float) 
         report: Path = arguments.report
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(text)
-        write_json(report.with_suffix(".json"), _document(line, _command(arguments), report.parent))
-        _plot(line, report.with_suffix(".png"))
+        write_json(report.with_suffix(".json"), _document(line, command_of("pool_trouble", arguments), report.parent))
     return text, well
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    given = f"--engine {arguments.engine} --trouble {arguments.trouble:g} --healthy {arguments.healthy:g}"
-    more = (
-        f" --period {arguments.period:g} --tokens {arguments.tokens} --rate {arguments.rate:g} --late "
-        f"{arguments.late:g} --flipped {arguments.flipped:g} --cut {arguments.cut:g} --seed {arguments.seed}"
-    )
-    timeout = "" if arguments.timeout is None else f" --timeout {arguments.timeout:g}"
-    return f"python -m tests.campaigns.pool_trouble {given}{more}{timeout}{' --tiny' if arguments.tiny else ''}"
-
-
 def _method(line: TimeLine, arguments: argparse.Namespace) -> str:
-    default = ", the default" if arguments.timeout is None else ""
     return (
         f"Two SGLang servers ({'a tiny model' if arguments.tiny else 'SmolLM2-135M'}, {os.cpu_count()} cores) with a "
-        f"disk tier each, one of them with a pool behind it (`timeout` {line.timeout:g} s{default}, guards and "
+        f"disk tier each, one of them with a pool behind it (`timeout` {line.timeout:g} s, guards and "
         "policies as by default), hold the same conversations: a user who comes back, whose "
         f"{line.tokens} tokens lie in the pool alone, and a new one who brings as many, both at once; then the next "
         f"question of both. Times to first token in ms, medians, of requests sent later than {line.timeout:g} s after "
@@ -210,68 +197,3 @@ def _document(line: TimeLine, command: str, directory: Path) -> dict[str, object
             for seen in line.observations
         ],
     }
-
-
-# -- the picture -------------------------------------------------------------------------------------------------------
-
-_COLOURS = {WITH_POOL: "#0072B2", WITHOUT: "#D55E00"}
-_SHAPES = {RETURNING: "o", NEW: "s", NEXT: "."}
-
-
-def _plot(line: TimeLine, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(14, 5.6))
-    for phase in line.phases:
-        trouble = phase.name != HEALTHY
-        if trouble:
-            axis.axvspan(phase.begin, phase.end, color="#CC79A7", alpha=0.2, linewidth=0)
-            axis.axvspan(
-                phase.begin, min(phase.end, phase.begin + line.timeout), color="#CC79A7", alpha=0.3, linewidth=0
-            )
-        elif phase.recovered is not None and phase is not line.phases[0]:
-            axis.axvspan(phase.begin, phase.begin + phase.recovered, color="#E69F00", alpha=0.15, linewidth=0)
-        axis.annotate(
-            phase.name,
-            ((phase.begin + phase.end) / 2, 1.01),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            fontsize=8,
-            color="#A0457A" if trouble else "0.4",
-        )
-    for server, colour in _COLOURS.items():
-        for user, shape in _SHAPES.items():
-            seen = [one for one in line.observations if (one.server, one.user) == (server, user)]
-            axis.plot(
-                [one.at for one in seen],
-                [one.first_token * 1000 for one in seen],
-                *(shape,),
-                color=colour,
-                ms=5 if shape == "." else 4,
-                mfc="none" if shape == "s" else colour,
-                label=f"{server}: {user}",
-            )
-        wrong = [one for one in line.observations if one.server == server and not one.right]
-        if wrong:
-            axis.plot([one.at for one in wrong], [one.first_token * 1000 for one in wrong], "x", color="red", ms=9)
-    axis.set(xlabel="seconds", ylabel="time to first token, ms", yscale="log")
-    axis.grid(alpha=0.3, which="both")
-    axis.set_xlim(0, max(phase.end for phase in line.phases))
-    figure.suptitle(f"A pool in trouble, under load: {line.engine}", y=0.985, fontsize=13)
-    caption = where_and_when(machine_facts(file.parent))
-    figure.text(0.5, 0.915, caption, ha="center", fontsize=8, color="0.35")
-    figure.legend(loc="lower center", ncol=6, fontsize=8, bbox_to_anchor=(0.5, 0.03))
-    figure.text(
-        0.5,
-        0.012,
-        "Purple: trouble, darker until the first deadline. Orange: over, until the pool serves again.",
-        ha="center",
-        fontsize=8,
-        color="0.4",
-    )
-    figure.tight_layout(rect=(0, 0.08, 1, 0.92))
-    figure.savefig(file, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)

@@ -21,7 +21,6 @@ import argparse
 import ctypes
 import json
 import os
-import platform
 import random
 import shutil
 import sys
@@ -35,7 +34,7 @@ from typing import Any
 
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, settle
-from tests.campaigns.reporting import problem_lines, publish
+from tests.campaigns.reporting import Found, arguments_of, command_of, conduct, report_of
 from tests.campaigns.tier_process import (
     SLACK,
     ProcessFailedError,
@@ -45,7 +44,7 @@ from tests.campaigns.tier_process import (
     close_tier,
     keys_of,
     open_tier,
-    pack_lines,
+    pack_row,
     packs_in,
     problems_of_keys,
     problems_of_packs,
@@ -71,9 +70,7 @@ REBUILT_WITHIN = 20.0
 
 
 @dataclass
-class Findings:
-    """What was seen; ``problems`` is what must not be."""
-
+class Findings(Found):
     cuts: Counter[str] = field(default_factory=Counter)
     flushes: Counter[str] = field(default_factory=Counter)
     first_starts: int = 0
@@ -92,8 +89,6 @@ class Findings:
     slowest_open: float = 0.0
     slowest_wait: float = 0.0
     """Seconds until the pages on the disk were found."""
-    problems: Counter[str] = field(default_factory=Counter)
-    stories: list[str] = field(default_factory=list)
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------
@@ -287,18 +282,13 @@ class Machine:
             details.append(more)
             # The next one begins anew.
             self._forget()
-        findings.cuts[f"{self._disk.type}, {self._layout}"] += 1
+        of_case = f"{self._disk.type}, {self._layout}"
+        findings.cuts[of_case] += 1
         findings.flushes[flush.name] += 1
         findings.first_starts += first
-        of_case = f"{self._disk.type}, {self._layout}"
-        findings.problems.update({f"{of_case}: {problem}": count for problem, count in problems.items()})
-        if problems:
-            size = "roomy" if self._capacity == ROOMY else "tight"
-            story = [f"{of_case}, cut {number}: {size}, {'first start, ' if first else ''}{lasts:.2f} s, {flush.name}"]
-            story += [f"  seen: {count} x {problem}" for problem, count in problems.items()]
-            story += [f"    {line}" for text in details for line in text.splitlines()]
-            findings.stories.append("\n".join(story))
-            print(f"{findings.stories[-1]}\n", flush=True)
+        size = "roomy" if self._capacity == ROOMY else "tight"
+        story = f"{of_case}, cut {number}: {size}, {'first start, ' if first else ''}{lasts:.2f} s, {flush.name}"
+        findings.note_case(of_case, [story], problems, details)
 
     def _life(self, lasts: float, flush: Flush) -> Known:
         with TierProcess(self._log) as process:
@@ -359,7 +349,7 @@ class Machine:
             problems["more on the disk than the capacity"] += 1
             details.append(f"{used} bytes used, {self._capacity} allowed")
         # Where the next life begins: all keys are there, and on the disk.
-        _sync(str(self._path))
+        self._disk.sync()
         self._on_disk = set(range(len(KEYS))) if roomy and not of_keys else set()
 
     def _keys(self) -> dict[str, Any]:
@@ -404,61 +394,44 @@ def run(
     return findings
 
 
-def report(found: Findings, cuts: int, seed: int, seconds: float, transforms: bool) -> str:
-    kept = [
-        f"| pages on the disk, {what}: found again | {found.on_disk[size]}: {found.on_disk[f'{size}, hits']} |"
-        for size, what in (("roomy", "tier not full"), ("tight", "tier full, may be evicted"))
-    ]
-    return "\n".join(
+def report(found: Findings, options: argparse.Namespace, took: str) -> str:
+    return report_of(
+        "Power losses",
+        f"{command_of('power_loss', options)}: {took}. Loop mounts with default options, cut off by the shutdown"
+        " ioctl. What a device loses of that which it has acknowledged is not imitated.",
         [
-            "# Power losses",
-            "",
-            f"`python -m tests.campaigns.power_loss --cuts {cuts} --seed {seed}{' --transforms' * transforms}`: "
-            + "pages encoded (lossless) and sealed (encrypt), " * transforms
-            + f"{seconds:.0f} s on "
-            f"{os.cpu_count()} cores, Linux {platform.release().partition('-')[0]}, "
-            f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. Loop mounts with default options, cut "
-            "off by the shutdown ioctl. What a device loses of that which it has acknowledged is not imitated.",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| cuts: {name} | {count} |" for name, count in sorted(found.cuts.items())),
-            f"| without the log and what is in memory | {found.flushes['NOTHING']} |",
-            f"| after everything was brought to the disk | {found.flushes['EVERYTHING']} |",
-            f"| of lives that began in an empty directory | {found.first_starts} |",
-            f"| while the tier was being opened | {found.opening} |",
-            f"| steps before the cuts | {found.calls} |",
-            *kept,
-            *(f"| pages at the first read: {name} | {count} |" for name, count in found.first_reads.most_common()),
-            *pack_lines(found.packs),
-            f"| pages whose clear was on the disk | {found.cleared} |",
-            f"| pages back because the clear was not | {found.back} |",
-            f"| seconds of the slowest opening | {found.slowest_open:.2f} |",
-            f"| seconds until pages on the disk were found, at most | {found.slowest_wait:.2f} |",
-            f"| cuts with problems | {len(found.stories)} |",
-            "",
-            "Checked at the one restart after each cut: no exception, no signal, no wrong byte; what was stored before"
-            " a sync is a hit; what was cleared before a sync, or"
-            f" {NOTE_SECONDS:.0f} s before the cut, stays away; every key is stored and read (what was STORED is a HIT"
-            f" at once); the files take no more than the capacity and {SLACK >> 20} MiB.",
-            "",
-            *problem_lines(found.problems),
-        ]
+            *((f"cuts: {name}", count) for name, count in sorted(found.cuts.items())),
+            ("without the log and what is in memory", found.flushes["NOTHING"]),
+            ("after everything was brought to the disk", found.flushes["EVERYTHING"]),
+            ("of lives that began in an empty directory", found.first_starts),
+            ("while the tier was being opened", found.opening),
+            ("steps before the cuts", found.calls),
+            *(
+                (f"pages on the disk, {what}: found again", f"{found.on_disk[size]}: {found.on_disk[f'{size}, hits']}")
+                for size, what in (("roomy", "tier not full"), ("tight", "tier full, may be evicted"))
+            ),
+            *((f"pages at the first read: {name}", count) for name, count in found.first_reads.most_common()),
+            pack_row(found.packs),
+            ("pages whose clear was on the disk", found.cleared),
+            ("pages back because the clear was not", found.back),
+            ("seconds of the slowest opening", f"{found.slowest_open:.2f}"),
+            ("seconds until pages on the disk were found, at most", f"{found.slowest_wait:.2f}"),
+            ("cuts with problems", len(found.stories)),
+        ],
+        "Checked at the one restart after each cut: no exception, no signal, no wrong byte; what was stored before"
+        " a sync is a hit; what was cleared before a sync, or"
+        f" {NOTE_SECONDS:.0f} s before the cut, stays away; every key is stored and read (what was STORED is a HIT"
+        f" at once); the files take no more than the capacity and {SLACK >> 20} MiB.",
+        problems=found.problems,
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = arguments_of(__doc__)
     parser.add_argument("--cuts", type=int, default=50, help="of each file system and layout")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transforms", action="store_true", help="pages are encoded and encrypted")
-    parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
-    options = parser.parse_args(arguments)
-    begun = time.monotonic()
-    findings = run(options.cuts, options.seed, transforms=options.transforms)
-    text = report(findings, options.cuts, options.seed, time.monotonic() - begun, options.transforms)
-    publish(text, options.report)
-    return 1 if findings.problems else 0
+    options = parser.parse_args()
+    return conduct(options, lambda: run(options.cuts, options.seed, transforms=options.transforms), report)
 
 
 if __name__ == "__main__":

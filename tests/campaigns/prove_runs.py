@@ -27,7 +27,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--tiny", action="store_true", help="a tiny model with random weights: a run takes seconds")
-    parser.add_argument("--float32", action="store_true")
     parser.add_argument(
         "--report",
         type=Path,
@@ -47,12 +46,7 @@ def main() -> int:
             log_file=root / "server.log",
             storage_backend="dynamic",
             extra_config=ExtraConfig.around({"tiers": {"disk": tier}}),
-            extra_arguments=(
-                "--enable-metrics",
-                "--max-total-tokens",
-                "16384",
-                *(("--dtype", "float32") if arguments.float32 else ()),
-            ),
+            extra_arguments=("--enable-metrics", "--max-total-tokens", "16384"),
         ) as server:
             for number in range(arguments.runs):
                 over = threading.Event()

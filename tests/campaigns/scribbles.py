@@ -51,7 +51,7 @@ from hicache_ext.testing.conformance.pages import (
     read_pages,
     store_pages,
 )
-from tests.campaigns.reporting import problem_lines, publish
+from tests.campaigns.reporting import Found, arguments_of, problem_lines, publish
 
 CAPACITY = 2 << 20
 SIZES = ((3000,), (4096,), (20_000, 5), (65_536,))
@@ -74,16 +74,11 @@ _OFTEN = 4096
 
 
 @dataclass
-class Findings:
-    """What was seen; ``problems`` is what must not be."""
-
+class Findings(Found):
     rounds: int = 0
     parts: Counter[str] = field(default_factory=Counter)
     reads: Counter[str] = field(default_factory=Counter)
     writes: Counter[str] = field(default_factory=Counter)
-    problems: Counter[str] = field(default_factory=Counter)
-    stories: list[str] = field(default_factory=list)
-    """Of each round with problems: its number, what was written, and what was seen."""
 
 
 def run(*, rounds: int, seed: int, beside: bool = False, first: int = 0, within: float = 3600.0) -> Findings:
@@ -355,13 +350,11 @@ def report_of(found: Mapping[str, Findings], arguments: argparse.Namespace) -> s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write words into the index that a running store shares.")
+    parser = arguments_of(__doc__)
     parser.add_argument("--rounds", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--beside", action="store_true", help="go on writing while the store works")
     parser.add_argument("--first", type=int, default=0, help="the number of the first round")
     parser.add_argument("--only", type=int, help="this round alone")
-    parser.add_argument("--report", type=Path)
     parser.add_argument("--in", dest="place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:

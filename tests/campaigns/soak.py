@@ -25,10 +25,8 @@ import contextlib
 import errno
 import gc
 import glob
-import json
 import logging
 import os
-import platform
 import random
 import shutil
 import sys
@@ -43,9 +41,8 @@ from pathlib import Path
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.testing.conformance.pages import HostPages, page_keys, payload_of
-from tests.campaigns.kill_writers import occupied_by_walk
-from tests.campaigns.reporting import problem_lines, publish
-from tests.campaigns.slab_insides import faults, is_being_changed, slots_by_state
+from tests.campaigns import page_insides, slab_insides
+from tests.campaigns.reporting import Found, arguments_of, command_of, conduct, report_of
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.campaigns.tier_process import packs_in, problems_of_packs
 from tests.rigs.disk_faults import DiskFaults, core_through_python
@@ -66,6 +63,7 @@ PAUSE_BETWEEN_STOPS = 4.0
 """Seconds, at most: now and then all must be able to say what they take."""
 FILES = {"slab": ("occupied", "free", "pending"), "pages": ("packs", "page files", "temporary")}
 """What is counted all the time, by layout: slots, or files."""
+GROWING, MOST_GROWTH = ("resident", "descriptors"), 1.15
 LONG = 120.0
 """Seconds in which anything must have come to its end."""
 
@@ -80,7 +78,7 @@ class Sample:
 
 
 @dataclass
-class Findings:
+class Findings(Found):
     seconds: float = 0.0
     hits: int = 0
     stored: int = 0
@@ -93,7 +91,6 @@ class Findings:
     stops_amid_a_change: int = 0
     longest: dict[str, float] = field(default_factory=dict)
     """Seconds of the longest call of each kind, of processes that were not stopped themselves."""
-    problems: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
     growth: dict[str, tuple[float, float]] = field(default_factory=dict)
     packs: Counter[str] = field(default_factory=Counter)
@@ -221,7 +218,7 @@ def files(root: Path, layout: str) -> tuple[int, int, int]:
         return packs, alone, temporary
     total: Counter[str] = Counter()
     for path in (root / "a", root / "b"):
-        total.update(slots_by_state(path))
+        total.update(slab_insides.slots_by_state(path))
     return total["pages"], total["free"], total["pending"]
 
 
@@ -316,7 +313,7 @@ def _soak(
             stopper = Stopper(
                 seed,
                 PAUSE_BETWEEN_STOPS,
-                lambda: layout == "slab" and (is_being_changed(root / "a") or is_being_changed(root / "b")),
+                lambda: layout == "slab" and any(map(slab_insides.is_being_changed, (root / "a", root / "b"))),
             )
             for process in processes:
                 stopper.add(process.worker)
@@ -371,12 +368,10 @@ def _look_at_the_end(root: Path, layout: str, findings: Findings) -> None:
     if used > CAPACITY + (1 << 20):
         findings.problems[f"{used} bytes used, {CAPACITY} allowed"] += 1
     for path in (root / "a", root / "b"):
-        if layout == "pages":
-            _look_at_page_files(path, findings)
-            continue
-        for fault in faults(path):
+        for fault in slab_insides.faults(path) if layout == "slab" else page_insides.faults(path):
             findings.problems[fault] += 1
-        if slots_by_state(path)["pending"]:
+        findings.packs.update(packs_in(path))
+        if layout == "slab" and slab_insides.slots_by_state(path)["pending"]:
             findings.problems["slots are still pending"] += 1
     if layout == "pages":
         findings.problems.update(problems_of_packs(findings.packs))
@@ -385,25 +380,14 @@ def _look_at_the_end(root: Path, layout: str, findings: Findings) -> None:
         return
     # The first quarter warms up; growth is the mean of the last quarter over that of the second.
     quarter = max(1, len(findings.samples) // 4)
-    for name, tolerated in (("resident", 1.15), ("descriptors", 1.15)):
+    for name in GROWING:
         values = [getattr(sample, name) for sample in findings.samples]
         early, late = _mean(values[quarter : 2 * quarter] or values), _mean(values[-quarter:])
         findings.growth[name] = (early, late)
-        if late > tolerated * early + 8:
+        if late > MOST_GROWTH * early + 8:
             findings.problems[f"{name} grew from {early:.0f} to {late:.0f}"] += 1
     totals = {sum(sample.files) for sample in findings.samples[2 * quarter :]}
     findings.growth["files"] = (min(totals, default=0), max(totals, default=0))
-
-
-def _look_at_page_files(path: Path, findings: Findings) -> None:
-    account = json.loads((path / "usage").read_bytes().partition(b"\n")[0].partition(b" ")[2])
-    if account["under_way"]:
-        findings.problems["operations are still under way"] += 1
-    if not account["recount"] and account["stored"] != occupied_by_walk(path):
-        findings.problems[f"the account says {account['stored']}, a walk {occupied_by_walk(path)}"] += 1
-    if list((path / "tmp").iterdir()):
-        findings.problems["files are left in tmp/"] += 1
-    findings.packs.update(packs_in(path))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -434,85 +418,61 @@ def plot(findings: Findings, file: Path, layout: str) -> None:
     pyplot.close(figure)
 
 
-def report(found: Findings, command: str, plot_name: str, namespaces: bool, layout: str) -> str:
-    counted, kept = ("slots", "slabs") if layout == "slab" else ("files", "page files and packs")
-    packs = f"{found.packs['packs']}, {found.packs['pages']}"
+def report(found: Findings, options: argparse.Namespace, took: str) -> str:
+    counted, kept = ("slots", "slabs") if options.layout == "slab" else ("files", "page files and packs")
     amid = f"{found.stops}, {found.stops_amid_a_change} of them amid a change of an index"
-    stops = [("processes stopped for a while", amid)] if found.stops else []
-    rows = [
-        (
-            "bytes written",
-            f"{found.bytes_written / 1e9:.1f} GB, {found.bytes_written / CAPACITY:.0f} times the capacity",
-        ),
-        ("pages stored", f"{found.stored}"),
-        ("pages read and verified", f"{found.hits}"),
-        ("calls made to fail", ", ".join(f"{amount} x {name}" for name, amount in found.faults.most_common())),
-        ("paths taken out of service, brought back", f"{found.outages}, {found.returns}"),
-        *stops,
-        (
-            "longest call of each kind, without the caller's own stops",
-            ", ".join(f"{kind} {longest:.1f} s" for kind, longest in sorted(found.longest.items())) or "below 0.25 s",
-        ),
-        (
-            f"{counted}, least and most in the second half",
-            "{:.0f}, {:.0f}".format(*found.growth.get("files", (0, 0))),
-        ),
-        *([("packs at the end, pages written in them", packs)] if layout == "pages" else []),
-        (
-            "resident memory, second and last quarter",
-            "{:.0f}, {:.0f} MiB".format(*(value / 2**20 for value in found.growth.get("resident", (0, 0)))),
-        ),
-        (
-            "descriptors without those of slabs, second and last quarter",
-            "{:.0f}, {:.0f}".format(*found.growth.get("descriptors", (0, 0))),
-        ),
-        ("problems", f"{sum(found.problems.values())}"),
-    ]
-    return "\n".join(
+    written = f"{found.bytes_written / 1e9:.1f} GB, {found.bytes_written / CAPACITY:.0f} times the capacity"
+    longest = ", ".join(f"{kind} {longest:.1f} s" for kind, longest in sorted(found.longest.items()))
+    resident, descriptors, least_and_most = (found.growth.get(name, (0, 0)) for name in (*GROWING, "files"))
+    return report_of(
+        "Soak",
+        f"{command_of('soak', options)}: {WORKERS} processes on one tier of two paths, {kept}, {CAPACITY >> 20} MiB,"
+        f" {took}.",
         [
-            "# Soak",
-            "",
-            f"`python -m tests.campaigns.soak {command}`: {WORKERS} processes on one tier"
-            + ", each in PID, host name, mount, network and IPC namespaces of its own," * namespaces
-            + f" of two paths, {kept}, {CAPACITY >> 20} MiB, {os.cpu_count()} cores, "
-            f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}.",
-            "",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in rows),
-            "",
-            f"![{counted.capitalize()}, memory and descriptors over time]({plot_name})",
-            "",
-            "Results by page: " + ", ".join(f"{amount} {name}" for name, amount in found.results.most_common()) + ".",
-            "",
-            *problem_lines(found.problems),
-        ]
+            ("bytes written", written),
+            ("pages stored", found.stored),
+            ("pages read and verified", found.hits),
+            ("calls made to fail", ", ".join(f"{amount} x {name}" for name, amount in found.faults.most_common())),
+            ("paths taken out of service, brought back", f"{found.outages}, {found.returns}"),
+            ("processes stopped for a while", amid),
+            ("longest call of each kind, without the caller's own stops", longest or "below 0.25 s"),
+            (f"{counted}, least and most in the second half", "{:.0f}, {:.0f}".format(*least_and_most)),
+            ("packs at the end, pages written in them", f"{found.packs['packs']}, {found.packs['pages']}"),
+            (
+                "resident memory, second and last quarter",
+                "{:.0f}, {:.0f} MiB".format(*(value / 2**20 for value in resident)),
+            ),
+            ("descriptors without those of slabs, second and last quarter", "{:.0f}, {:.0f}".format(*descriptors)),
+            ("problems", found.problems.total()),
+        ],
+        f"![{counted.capitalize()}, memory and descriptors over time]({_picture(options).name})",
+        "Results by page: " + ", ".join(f"{amount} {name}" for name, amount in found.results.most_common()) + ".",
+        problems=found.problems,
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def _picture(options: argparse.Namespace) -> Path:
+    return options.report.with_suffix(".svg") if options.report else Path("soak.svg")
+
+
+def main() -> int:
+    parser = arguments_of(__doc__)
     parser.add_argument("--seconds", type=float, default=1200)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--namespaces", action="store_true", help="each process in namespaces of its own, as root")
     parser.add_argument("--stops", action="store_true", help="processes are stopped for a while")
     parser.add_argument("--layout", choices=FILES, default="slab")
-    parser.add_argument("--report", type=Path, help="a file to write the report to, besides standard output")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
-    findings = run(
-        options.seconds, options.seed, namespaces=options.namespaces, stops=options.stops, layout=options.layout
-    )
-    command = f"--seconds {options.seconds:.0f} --seed {options.seed}"
-    command += f" --layout {options.layout}" * (options.layout != "slab")
-    command += " --namespaces" * options.namespaces + " --stops" * options.stops
-    picture = options.report.with_suffix(".svg") if options.report else Path("soak.svg")
-    text = report(findings, command, picture.name, options.namespaces, options.layout)
-    publish(text, options.report)
-    if options.report:
-        plot(findings, picture, options.layout)
-        print(json.dumps(findings.growth))
-    return 1 if findings.problems else 0
+
+    def soaked() -> Findings:
+        switches = {name: getattr(options, name) for name in ("namespaces", "stops", "layout")}
+        findings = run(options.seconds, options.seed, **switches)
+        if options.report:
+            options.report.parent.mkdir(parents=True, exist_ok=True)
+            plot(findings, _picture(options), options.layout)
+        return findings
+
+    return conduct(options, soaked, report)
 
 
 if __name__ == "__main__":

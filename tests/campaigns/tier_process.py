@@ -297,9 +297,9 @@ def packs_in(directory: Path) -> Counter[str]:
     return found
 
 
-def pack_lines(seen: Counter[str]) -> list[str]:
-    """Lines of a report's table."""
-    return [f"| packs seen, pages in them | {seen['packs']}, {seen['pages']} |"]
+def pack_row(seen: Counter[str]) -> tuple[str, str]:
+    """A row of a report's table."""
+    return "packs seen, pages in them", f"{seen['packs']}, {seen['pages']}"
 
 
 def problems_of_packs(seen: Counter[str]) -> Counter[str]:

@@ -58,14 +58,11 @@ def missing(name: str) -> str | None:
     return missing_s3_server() if name == "object" else missing_mooncake()
 
 
-@contextmanager
-def engine(name: str, directory: Path, proxy: Mapping[str, float]) -> Iterator[Engine]:
-    """Start one; ``proxy`` are arguments of TroubleProxy."""
-    with ENGINES[name](directory, proxy) as started:
-        yield started
-
-
 # -- links -------------------------------------------------------------------------------------------------------------
+
+
+_BAD = {"flipped": 0.2, "cut": 0.05}
+"""Shares, on a bad link."""
 
 
 def _links(proxy: TroubleProxy) -> list[Happening]:
@@ -91,8 +88,8 @@ def _in_words(proxy: TroubleProxy) -> str:
 
 
 @contextmanager
-def _redis(directory: Path, proxy: Mapping[str, float]) -> Iterator[Engine]:
-    with RedisServer(directory / "redis") as server, TroubleProxy(server.port, **proxy) as link:
+def _redis(directory: Path) -> Iterator[Engine]:
+    with RedisServer(directory / "redis") as server, TroubleProxy(server.port, **_BAD) as link:
 
         def told(*words: str) -> None:
             answer = server.command(*words)
@@ -140,12 +137,12 @@ def _redis(directory: Path, proxy: Mapping[str, float]) -> Iterator[Engine]:
 
 
 @contextmanager
-def _object(directory: Path, proxy: Mapping[str, float]) -> Iterator[Engine]:
+def _object(directory: Path) -> Iterator[Engine]:
     place = directory / "bucket"
     place.mkdir()
     with ExitStack() as stack:
         server = stack.enter_context(S3Server(place))
-        link = stack.enter_context(TroubleProxy(server.port, **proxy))
+        link = stack.enter_context(TroubleProxy(server.port, **_BAD))
 
         def kill() -> None:
             server.kill()
@@ -199,10 +196,10 @@ os._exit(0)
 
 
 @contextmanager
-def _mooncake(directory: Path, proxy: Mapping[str, float]) -> Iterator[Engine]:
+def _mooncake(directory: Path) -> Iterator[Engine]:
     with ExitStack() as stack:
         stack.enter_context(own_network())
-        link = stack.enter_context(Link(rate=proxy.get("rate", 1e6)))
+        link = stack.enter_context(Link())
         servers = stack.enter_context(
             MooncakeServers(
                 directory / "mooncake",

@@ -12,23 +12,19 @@ import hmac
 import http.client
 import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import urlencode
 
-from hicache_ext.testing.server import free_port
+from tests.rigs.local_server import HOST, LocalServer
 
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """What Azurite knows, documented by its makers; no secret."""
 
-_HOST = "127.0.0.1"
 _VERSION = "2021-12-02"
-_START_TIMEOUT = 60.0
 
 
 def missing_azurite() -> str | None:
@@ -43,44 +39,26 @@ def _program() -> str | None:
     return shutil.which("azurite-blob")
 
 
-class Azurite:
+class Azurite(LocalServer):
     """One server with one container. One thread at a time."""
 
     def __init__(self, directory: str | os.PathLike[str], *, container: str = "hicache") -> None:
+        super().__init__(Path(directory) / "azurite.log")
         self.container = container
-        self.port = free_port()
-        self._directory = Path(directory)
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"http://{_HOST}:{self.port}/{ACCOUNT}"
+        return f"http://{HOST}:{self.port}/{ACCOUNT}"
 
-    def __enter__(self) -> Azurite:
+    def program(self) -> Sequence[str]:
         program = _program()
         assert program is not None, missing_azurite()
-        words = ["--blobHost", _HOST, "--blobPort", str(self.port), "--location", str(self._directory)]
-        with (self._directory / "azurite.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [program, *words, "--silent", "--skipApiVersionCheck", "--disableTelemetry"], stdout=log, stderr=log
-            )
-        deadline = time.monotonic() + _START_TIMEOUT
-        while True:
-            try:
-                socket.create_connection((_HOST, self.port), timeout=1).close()
-                break
-            except OSError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self.__exit__()
-                    raise
-                time.sleep(0.05)
-        self._make_container()
-        return self
+        where = ("--blobHost", HOST, "--blobPort", str(self.port), "--location", str(self.log.parent))
+        return [program, *where, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
 
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+    def start(self) -> None:
+        super().start()
+        self._make_container()
 
     def signature(self, permissions: str = "racwdl") -> str:
         """A shared access signature of the container (Azure's service SAS)."""
@@ -96,7 +74,7 @@ class Azurite:
         resource = f"/{ACCOUNT}/{ACCOUNT}/{self.container}\nrestype:container"
         # PUT, eleven standard headers that are empty, those of Azure, the resource.
         headers["Authorization"] = f"SharedKey {ACCOUNT}:{_signed('PUT' + chr(10) * 12 + named + resource)}"
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=10)
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=10)
         path = f"/{ACCOUNT}/{self.container}?restype=container"
         connection.request("PUT", path, headers={**headers, "Content-Length": "0"})
         answer = connection.getresponse()

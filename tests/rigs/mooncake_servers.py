@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hicache_ext.testing.server import free_port
 
@@ -118,23 +119,22 @@ class StandbyServers:
 
     def _start(self, *arguments: str, stdout: int | None = None) -> subprocess.Popen[str]:
         with (self._directory / "servers.log").open("ab") as log:
-            process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=log if stdout is None else stdout,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+            process = _started(arguments, log if stdout is None else stdout, log)
         self._processes.append(process)
         return process
 
 
-def _accepts(port: int) -> bool:
+def _accepts(port: int, host: str = _HOST) -> bool:
     with contextlib.suppress(OSError):
-        socket.create_connection((_HOST, port), timeout=1).close()
+        socket.create_connection((host, port), timeout=1).close()
         return True
     return False
+
+
+def _started(words: Sequence[str], stdout: Any, stderr: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, start_new_session=True
+    )
 
 
 def _wait_for(true: Callable[[], bool], trouble: str) -> None:
@@ -222,34 +222,19 @@ class MooncakeServers:
             raise MooncakeServersError("mooncake_master is not installed")
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "master.log").open("ab") as log:
-            self._master = subprocess.Popen(
-                [*self._command_prefix, program, *self._arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + _START_TIMEOUT
-        while True:
-            try:
-                socket.create_connection((self._host, self.master_port), timeout=1).close()
-                return
-            except OSError as error:
-                if self._master.poll() is not None or time.monotonic() > deadline:
-                    raise MooncakeServersError(f"mooncake_master does not answer: {error}\n{self._log()}") from error
-                time.sleep(0.02)
+            self._master = master = _started([*self._command_prefix, program, *self._arguments], log, log)
+
+        def answers() -> bool:
+            if master.poll() is not None:
+                raise MooncakeServersError(f"mooncake_master ended\n{self._log()}")
+            return _accepts(self.master_port, self._host)
+
+        _wait_for(answers, f"mooncake_master does not answer, see {self.directory / 'master.log'}")
 
     def start_holder(self) -> None:
         """Start one more holder and wait until its segment is mounted."""
-        holder = subprocess.Popen(
-            [*self._command_prefix, sys.executable, "-c", _HOLDER, self.master, str(self.segment_bytes), self._host],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        words = [sys.executable, "-c", _HOLDER, self.master, str(self.segment_bytes), self._host]
+        holder = _started([*self._command_prefix, *words], subprocess.PIPE, subprocess.STDOUT)
         self._holders.append(holder)
         said = []
         for line in holder.stdout or ():

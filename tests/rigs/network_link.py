@@ -28,9 +28,10 @@ class Link:
     here = "10.99.0.1"
     there = "10.99.0.2"
 
-    def __init__(self, rate: float = 1e6) -> None:
-        """``rate``: bytes a second each way, while narrow."""
-        self.rate = rate
+    rate = 1e6
+    """Bytes a second each way, while narrow."""
+
+    def __init__(self) -> None:
         self._namespace = NetworkNamespace()
         self._flapping: threading.Thread | None = None
         self._stopped = threading.Event()

@@ -6,14 +6,16 @@ ceph-osd, ceph-common and radosgw; nothing of theirs is started or configured sy
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
-import time
 import uuid
 from pathlib import Path
 
 from hicache_ext.testing.server import free_port
+from tests.waiting import wait_until
 
 ACCESS_KEY = SECRET_KEY = "hicache"
 """Of a gateway that lives as long as a test."""
@@ -70,9 +72,9 @@ class Radosgw:
         # The monitor ignores a daemon that does not come with the id it was told.
         self._run("ceph-osd", "-c", str(self._conf), "-i", "0", "--mkfs", "--osd-uuid", daemon)
         self._serve("ceph-osd", "-i", "0")
-        self._wait_for_osd()
+        wait_until(lambda: "1 up" in self._ceph("osd", "stat"), "the object store daemon", _STEP_TIMEOUT)
         self._serve("radosgw", "-n", "client.admin", "-k", keyring)
-        self._wait_for_gateway()
+        wait_until(self._answers, "radosgw", _STEP_TIMEOUT)
         self._run(
             *("radosgw-admin", "-c", str(self._conf), "-k", keyring, "user", "create", "--uid", "test"),
             *("--display-name", "test", "--access-key", ACCESS_KEY, "--secret-key", SECRET_KEY),
@@ -130,26 +132,13 @@ rgw_thread_pool_size = 64
                 )
             )
 
-    def _wait_for_osd(self) -> None:
-        deadline = time.monotonic() + _STEP_TIMEOUT
-        while "1 up" not in self._ceph("osd", "stat"):
-            if time.monotonic() > deadline:
-                raise RadosgwError("the object store daemon did not come up")
-            time.sleep(0.5)
-
-    def _wait_for_gateway(self) -> None:
-        import socket
-
-        deadline = time.monotonic() + _STEP_TIMEOUT
-        while True:
-            try:
-                socket.create_connection((_HOST, self.port), timeout=1).close()
-                return
-            except OSError:
-                if time.monotonic() > deadline or self._processes[-1].poll() is not None:
-                    said = (self.directory / "radosgw.out").read_text(errors="replace")[-2000:]
-                    raise RadosgwError(f"radosgw did not come up\n{said}") from None
-                time.sleep(0.2)
+    def _answers(self) -> bool:
+        if self._processes[-1].poll() is not None:
+            said = (self.directory / "radosgw.out").read_text(errors="replace")[-2000:]
+            raise RadosgwError(f"radosgw did not come up\n{said}")
+        with contextlib.suppress(OSError), socket.create_connection((_HOST, self.port), timeout=1):
+            return True
+        return False
 
     def make_bucket(self, name: str) -> None:
         """A PUT signed the old way, which every S3 server takes."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from hicache_ext.testing.server import free_port
+from tests.rigs.local_server import HOST, LocalServer
 from tests.waiting import wait_until
-
-HOST = "127.0.0.1"
 
 
 def redis_program() -> str | None:
@@ -32,18 +30,17 @@ def redis_program() -> str | None:
     return shutil.which("redis-server") or shutil.which("valkey-server")
 
 
-class RedisServer:
+class RedisServer(LocalServer):
     """One server process. ``options`` are lines of redis.conf as (name, value)."""
 
     def __init__(
         self, directory: Path, options: Sequence[tuple[str, str]] = (), *, port: int | None = None, tls: bool = False
     ) -> None:
         """``tls``: the port speaks TLS only; the options name its files."""
+        super().__init__(directory / "redis.log", port=port)
         self.directory = directory
-        self.port = port or free_port()
         self._options = list(options)
         self._tls = tls
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -51,11 +48,9 @@ class RedisServer:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self.process.pid
 
-    def start(self) -> None:
-        """Returns when all its sockets take connections. Raises RuntimeError when they do not."""
+    def program(self) -> Sequence[str]:
         program = redis_program()
         if program is None:
             raise RuntimeError("redis-server is not installed")
@@ -68,51 +63,18 @@ class RedisServer:
             ("save", '""'),
             ("appendonly", "no"),
             ("daemonize", "no"),
-            ("logfile", str(self.directory / "redis.log")),
             *self._options,
         ]
         config = self.directory / "redis.conf"
         config.write_text("".join(f"{name} {value}\n" for name, value in lines))
-        self._process = subprocess.Popen(
-            [program, str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            wait_until(self._listens, f"redis-server on port {self.port}")
-        except BaseException:
-            self.stop()
-            raise
+        return [program, str(config)]
 
-    def _listens(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            log = self.directory / "redis.log"
-            raise RuntimeError("redis-server ended: " + (log.read_text()[-2000:] if log.exists() else "no log"))
-        try:
-            for path in (value for name, value in self._options if name == "unixsocket"):
-                # Listened at after the port.
-                with socket.socket(socket.AF_UNIX) as probe:
-                    probe.connect(path)
-            with socket.create_connection((HOST, self.port), timeout=1):
-                return True
-        except OSError:
-            return False
-
-    def stop(self) -> None:
-        """End it at once, as a crash would, also when it is frozen."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    kill = stop
-
-    def freeze(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+    def is_ready(self) -> bool:
+        for path in (value for name, value in self._options if name == "unixsocket"):
+            # Listened at after the port.
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(path)
+        return super().is_ready()
 
     def command(self, *words: str) -> str:
         """The reply to one command, sent in the clear over a connection of its own, as the server wrote it."""
@@ -120,13 +82,6 @@ class RedisServer:
         with socket.create_connection((HOST, self.port), timeout=60) as connection:
             connection.sendall(request.encode())
             return connection.recv(1 << 20).decode()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
 
 class RedisCluster:

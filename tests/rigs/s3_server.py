@@ -13,25 +13,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.testing.server import free_port
+from tests.rigs.local_server import HOST, LocalServer
 
 ACCESS_KEY = SECRET_KEY = "S3RVER"
 """What s3rver knows; no secret."""
-
-_HOST = "127.0.0.1"
-_START_TIMEOUT = 60.0
-
-
-class S3ServerError(RuntimeError):
-    """The server did not start; the message ends with what it printed."""
 
 
 def missing_s3_server() -> str | None:
@@ -68,22 +58,6 @@ http.Server.prototype.emit = function (event, request, response) {
   });
   return true;
 };
-// As far away as it is told to be: each request is answered so many milliseconds later. Bodies are taken as they come.
-const delay = Number(process.env.HICACHE_TEST_S3_DELAY || 0);
-if (delay) {
-  const { Server } = require("http");
-  const emit = Server.prototype.emit;
-  Server.prototype.emit = function (event, ...rest) {
-    if (event !== "request") return emit.call(this, event, ...rest);
-    if (rest[0].method === "PUT") {
-      const { end } = rest[1];
-      rest[1].end = (...words) => setTimeout(() => end.apply(rest[1], words), delay);
-      return emit.call(this, event, ...rest);
-    }
-    setTimeout(() => emit.call(this, event, ...rest), delay);
-    return true;
-  };
-}
 const load = Module._load;
 Module._load = function (name) {
   const loaded = load.apply(this, arguments);
@@ -103,21 +77,19 @@ Module._load = function (name) {
 """
 
 
-class S3Server:
+class S3Server(LocalServer):
     """One server with one bucket. One thread at a time."""
 
-    def __init__(self, directory: str | os.PathLike[str], *, bucket: str = "hicache", delay: float = 0.0) -> None:
-        """``delay``: seconds that each request takes longer, as if the server were far away."""
+    def __init__(self, directory: str | os.PathLike[str], *, bucket: str = "hicache") -> None:
+        preload = Path(directory) / "as_s3.js"
+        super().__init__(Path(directory) / "s3rver.log", variables={"NODE_OPTIONS": f"--require {preload}"})
         self.bucket = bucket
-        self._delay = delay
-        self.port = free_port()
         self.directory = Path(directory) / "s3"
-        self._log = Path(directory) / "s3rver.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._preload = preload
 
     @property
     def endpoint(self) -> str:
-        return f"http://{_HOST}:{self.port}"
+        return f"http://{HOST}:{self.port}"
 
     def url(self, prefix: str) -> str:
         return f"s3://{self.bucket}/{prefix}"
@@ -139,69 +111,31 @@ class S3Server:
         """The variables that ``tier`` refers to."""
         return {"HICACHE_TEST_S3_KEY": SECRET_KEY}
 
-    def start(self) -> None:
-        """Raises S3ServerError."""
+    def program(self) -> Sequence[str]:
         program = _program()
         if program is None:
-            raise S3ServerError(f"missing: {missing_s3_server()}")
+            raise RuntimeError(f"missing: {missing_s3_server()}")
         self.directory.mkdir(parents=True, exist_ok=True)
-        preload = self._log.with_name("as_s3.js")
-        preload.write_text(_AS_S3)
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(program, "-s", "-d", str(self.directory), "-a", _HOST, "-p", str(self.port)),
-                    *("--configure-bucket", self.bucket),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={
-                    **os.environ,
-                    "NODE_OPTIONS": f"--require {preload}",
-                    "HICACHE_TEST_S3_DELAY": str(self._delay * 1e3),
-                },
-            )
-        deadline = time.monotonic() + _START_TIMEOUT
-        while True:
-            try:
-                socket.create_connection((_HOST, self.port), timeout=1).close()
-                return
-            except OSError:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self.stop()
-                    raise S3ServerError(f"s3rver did not start\n{self._log.read_text()[-2000:]}") from None
-                time.sleep(0.02)
-
-    def kill(self) -> None:
-        """kill -9."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def freeze(self) -> None:
-        """SIGSTOP: connections are accepted by the kernel, and nothing is answered."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        self._preload.write_text(_AS_S3)
+        where = ("-s", "-d", str(self.directory), "-a", HOST, "-p", str(self.port))
+        return [program, *where, "--configure-bucket", self.bucket]
 
     def fill(self) -> None:
         """Every PUT is answered as MinIO does when its drives are full, until ``empty``; all else goes on."""
-        self._log.with_name("full").touch()
+        self.log.with_name("full").touch()
 
     def empty(self) -> None:
-        self._log.with_name("full").unlink()
+        self.log.with_name("full").unlink()
 
-    def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
 
-    def stop(self) -> None:
-        self.kill()
-        self._process = None
+class FarS3Server(S3Server):
+    """One in memory that costs little, and answers each request ``delay`` seconds late."""
 
-    def __enter__(self) -> S3Server:
-        self.start()
-        return self
+    def __init__(self, directory: str | os.PathLike[str], delay: float = 0.0) -> None:
+        super().__init__(directory)
+        self._variables = {}
+        self._delay = delay
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
+    def program(self) -> Sequence[str]:
+        script = Path(__file__).parents[2] / "benchmarks" / "rivals" / "far_s3.js"
+        return ["node", str(script), str(self.port), str(self._delay * 1e3)]

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import replay_trace
 from benchmarks.eviction_policy import Clock, Ghost, PageByPage, Rank, after_reuse
-
-_SCRIPT = Path(__file__).parents[3] / "benchmarks" / "replay_trace.py"
 
 # A tree of prompts: every path from the root is a chain, as with prefix hashes.
 paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=60)
-
-
-@pytest.fixture(scope="module")
-def replay_trace():
-    spec = importlib.util.spec_from_file_location("replay_trace", _SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
 
 
 def chains(branches):
@@ -42,7 +27,7 @@ def documents(count, length, start):
 
 @given(paths, st.integers(6, 40))
 @settings(max_examples=150, deadline=None)
-def test_a_head_outranks_its_tail_right_after_a_request_used_both(replay_trace, branches, capacity):
+def test_a_head_outranks_its_tail_right_after_a_request_used_both(branches, capacity):
     cache = replay_trace.OurCache(capacity)
     for chain in chains(branches):
         cache.request(chain)
@@ -83,7 +68,7 @@ def test_a_use_long_after_the_last_one_raises_the_priority_and_counts():
     assert clock.reuses == 1
 
 
-def test_hits_alone_cost_no_writes_once_each_page_was_used_twice(replay_trace):
+def test_hits_alone_cost_no_writes_once_each_page_was_used_twice():
     """With everything cached nothing is inserted, so the clock stands still."""
     cache = replay_trace.OurCache(100)
     for _ in range(2):
@@ -105,7 +90,7 @@ def test_a_returning_page_is_worth_more_with_its_ghost():
     assert (known.hits, stranger.hits) == (1, 0)
 
 
-def test_a_steady_scan_does_not_displace_what_returns(replay_trace):
+def test_a_steady_scan_does_not_displace_what_returns():
     """Five hot chains, 500 scanned pages between two uses of one, 200 slots: nothing survives that long in an LRU."""
     hot, scan = documents(5, 10, 0), documents(2000, 10, 10_000)
     requests = []
@@ -118,7 +103,7 @@ def test_a_steady_scan_does_not_displace_what_returns(replay_trace):
 
 
 @pytest.mark.parametrize("capacity", [50, 1000])
-def test_a_hot_page_that_is_used_no_more_goes_in_the_end(replay_trace, capacity):
+def test_a_hot_page_that_is_used_no_more_goes_in_the_end(capacity):
     chance = random.Random(1)
     cache = replay_trace.OurCache(capacity)
     hot, fresh = documents(1, 5, 0)[0], documents(80 * capacity, 5, 1000)
@@ -137,7 +122,7 @@ def test_a_hot_page_that_is_used_no_more_goes_in_the_end(replay_trace, capacity)
     assert hot[0] not in cache.ranks
 
 
-def test_the_same_requests_leave_the_same_records(replay_trace):
+def test_the_same_requests_leave_the_same_records():
     requests = replay_trace.multi_turn(300, seed=3, documents=0.2)
     first, second = replay_trace.OurCache(500), replay_trace.OurCache(500)
     assert [first.request(r) for r in requests] == [second.request(r) for r in requests]
@@ -170,7 +155,7 @@ def test_a_tier_without_slots_is_refused():
 @pytest.mark.thorough
 @given(paths, st.integers(1, 30))
 @settings(max_examples=100, deadline=None)
-def test_no_policy_serves_more_than_the_optimum(replay_trace, branches, capacity):
+def test_no_policy_serves_more_than_the_optimum(branches, capacity):
     requests = chains(branches)
     best = replay_trace.optimum(requests, capacity)
     for name, policy in replay_trace.POLICIES.items():
@@ -179,7 +164,7 @@ def test_no_policy_serves_more_than_the_optimum(replay_trace, branches, capacity
 
 @given(paths)
 @settings(max_examples=50, deadline=None)
-def test_every_policy_serves_every_second_use_when_all_fits(replay_trace, branches):
+def test_every_policy_serves_every_second_use_when_all_fits(branches):
     requests = chains(branches)
     blocks = {block for request in requests for block in request}
     repeated = sum(map(len, requests)) - len(blocks)
@@ -187,7 +172,7 @@ def test_every_policy_serves_every_second_use_when_all_fits(replay_trace, branch
         assert policy(requests, len(blocks)) == repeated, name
 
 
-def test_lru_by_hand(replay_trace):
+def test_lru_by_hand():
     """Capacity 2, chain of 3: in chain order the head is the oldest and goes, so nothing is ever served."""
     assert replay_trace.lru([[1, 2, 3], [1, 2, 3]], 2) == 0
     assert replay_trace.lru_tails_first([[1, 2, 3], [1, 2, 3]], 2) == 2
@@ -195,21 +180,6 @@ def test_lru_by_hand(replay_trace):
     assert replay_trace.optimum([[1, 2, 3], [1, 2, 3]], 2) == 2
 
 
-def test_ours_serves_more_than_lru_among_scans(replay_trace):
+def test_ours_serves_more_than_lru_among_scans():
     requests = replay_trace.multi_turn(1500, seed=7, documents=0.3)
     assert replay_trace.ours(requests, 1000) > 1.2 * replay_trace.lru(requests, 1000)
-
-
-def test_the_script_replays_a_trace_and_writes_its_results(replay_trace, tmp_path, capsys):
-    trace, results = tmp_path / "trace.jsonl", tmp_path / "results.json"
-    trace.write_text("".join(json.dumps({"hash_ids": ids}) + "\n" for ids in ([0, 1], [0, 1, 2], [0, 3])))
-    assert replay_trace.main([str(trace), "--capacity", "10", "--json", str(results)]) == 0
-    assert "| ours | 0.4286 |" in capsys.readouterr().out
-    written = json.loads(results.read_text())
-    assert written["capacities"] == [10]
-    assert written["shares"]["whole trace"]["optimum"] == [3 / 7]
-
-
-def test_without_the_trace_the_script_says_so_and_ends_well(replay_trace, tmp_path, capsys):
-    assert replay_trace.main([str(tmp_path / "absent.jsonl")]) == 0
-    assert "nothing to replay" in capsys.readouterr().out

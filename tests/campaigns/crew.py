@@ -1,4 +1,4 @@
-"""The processes that ``kill_slabs`` kills and stops: what they do, and what is known of them when they are dead."""
+"""The processes that ``kills`` kills and stops: what they do, and what is known of them when they are dead."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
+from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiers.file import eviction
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
+from tests.campaigns.page_insides import account_of
+from tests.campaigns.reporting import Found
 from tests.campaigns.slab_insides import follow, is_being_changed
 from tests.campaigns.stops import LONGEST_CALL, Diary, Stopper
 from tests.rigs.both_transforms import both, numbers_of
 from tests.rigs.slab_tier import open_slab_tier
 from tests.rigs.workers import Worker
 
-KEYS = [page_key(number, identity) for identity in (IDENTITY, OTHER_IDENTITY) for number in range(96)]
+IDENTITIES = (IDENTITY, OTHER_IDENTITY)
+KEYS = [page_key(number, identity) for identity in IDENTITIES for number in range(96)]
 SIZES = {key: cut(random.Random(key).choice([1000, 12_288, 65_536, 131_072]), 3) for key in KEYS}
 OF_ONE_SIZE = [[key for key in KEYS if sum(SIZES[key]) == size] for size in sorted({sum(SIZES[key]) for key in KEYS})]
+CHAINS = [[key for key in keys if key.startswith(identity)] for keys in OF_ONE_SIZE for identity in IDENTITIES]
+"""What page files keep together, where it is written together."""
 ENCODED = 65_536
 """Bytes of the pages that a codec encodes, where there is one."""
 CAPACITY = 6 << 20
@@ -35,11 +41,32 @@ LONG = 60.0
 _LONGEST_PAUSE_BETWEEN_STOPS = 0.2
 
 
-@dataclass
-class Findings:
-    """What was seen; ``problems`` is what must not be."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The directory, and how processes work on it."""
 
+    place: Path
+    layout: str = "slab"
+    namespaces: bool = False
+    """Each worker has PID, host name, /proc, network and IPC of its own, as a pod's container has."""
+    stops: bool = False
+    transforms: bool = False
+    """Pages are encoded and encrypted on their way."""
+
+    def opened(self) -> PageStore:
+        store = open_slab_tier(self.place, capacity=CAPACITY, layout=self.layout)
+        return both(store, IDENTITIES, ENCODED) if self.transforms else store
+
+
+@dataclass
+class Findings(Found):
     kills: int = 0
+    kills_under_way: int = 0
+    """Of writers of page files amid an operation, as the account has it."""
+    left_files: int = 0
+    """Temporary files and cleared trees that killed writers of page files left."""
+    packs: Counter[str] = field(default_factory=Counter)
+    """That they left, and pages in them."""
     rebuilds_killed: int = 0
     stops: int = 0
     stops_amid_a_change: int = 0
@@ -53,7 +80,6 @@ class Findings:
     longest: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of the longest call of each kind, of processes that were not stopped themselves."""
     workers_results: Counter[str] = field(default_factory=Counter)
-    problems: Counter[str] = field(default_factory=Counter)
 
     def note_calls(self, longest: dict[str, float]) -> None:
         for kind, seconds in longest.items():
@@ -62,30 +88,25 @@ class Findings:
                 self.problems[f"a call of {kind} that took longer than {LONGEST_CALL:g} s"] += 1
 
 
-def open_store(place: Path, transforms: bool) -> PageStore:
-    store = open_slab_tier(place, capacity=CAPACITY)
-    return both(store, (IDENTITY, OTHER_IDENTITY), ENCODED) if transforms else store
-
-
 @functools.cache
 def payload(key: bytes) -> bytes:
     return numbers_of(key, sum(SIZES[key]))
 
 
 def some_keys(chance: random.Random, most: int) -> list[bytes]:
-    """Half of the time of one size: only such batches are moved by native code."""
-    among = chance.choice([KEYS, chance.choice(OF_ONE_SIZE)])
+    """Two times in three of one size, which native code moves, or of one chain besides, which is written as a pack."""
+    among = chance.choice([KEYS, chance.choice(OF_ONE_SIZE), chance.choice(CHAINS)])
     return chance.sample(among, min(chance.randint(1, most), len(among)))
 
 
-def work(channel: Connection, place: str, transforms: bool, diary: str, seed: int) -> None:
+def work(channel: Connection, setting: Setting, diary: str, seed: int) -> None:
     """Writes (and so evicts), reads, removes, clears, leaves and comes back, for ever. Now and then the tier is made to
     follow another policy."""
     logging.disable(logging.CRITICAL)
     chance = random.Random(seed)
     notes = Diary(Path(diary))
     with notes.call("open"):
-        store = open_store(Path(place), transforms)
+        store = setting.opened()
     channel.send("working")
     # Nobody is left behind where the campaign itself is killed.
     campaign = multiprocessing.parent_process()
@@ -99,7 +120,7 @@ def work(channel: Connection, place: str, transforms: bool, diary: str, seed: in
         choice = chance.random()
         if choice < 0.05:
             with notes.call("clear"):
-                store.clear([chance.choice([IDENTITY, OTHER_IDENTITY])])
+                store.clear([chance.choice(IDENTITIES)])
         elif choice < 0.2:
             with notes.call("remove"):
                 store.remove(chance.sample(KEYS, 24))
@@ -117,39 +138,39 @@ def work(channel: Connection, place: str, transforms: bool, diary: str, seed: in
             with notes.call("close"):
                 store.close()
             with notes.call("open"):
-                store = open_store(Path(place), transforms)
-        elif choice < 0.55:
+                store = setting.opened()
+        elif choice < 0.55 and setting.layout == "slab":
             # The path may be out of service, if this process was started beside one that was stopped.
             with suppress(StoreSetupError):
-                follow(Path(place), chance.randrange(len(eviction.POLICIES)))
+                follow(setting.place, chance.randrange(len(eviction.POLICIES)))
 
 
-def only_open(channel: Connection, place: str, transforms: bool) -> None:
+def only_open(channel: Connection, setting: Setting) -> None:
     """The process that is killed while it makes the index anew."""
     logging.disable(logging.CRITICAL)
     channel.send("opening")
-    open_store(Path(place), transforms)
+    setting.opened()
     time.sleep(60)
 
 
 class Crew:
     """The workers of one phase, with their diaries."""
 
-    def __init__(
-        self, place: Path, transforms: bool, chance: random.Random, findings: Findings, namespaces: bool, stops: bool
-    ) -> None:
-        self._place, self._transforms = place, transforms
-        self._chance, self._findings, self._namespaces = chance, findings, namespaces
+    def __init__(self, setting: Setting, chance: random.Random, findings: Findings) -> None:
+        self._setting, self._chance, self._findings = setting, chance, findings
         self._workers: list[tuple[Worker, Path]] = []
+        self._under_way: set[str] = set()
         self._stopper: Stopper | None = None
-        if stops:
-            is_changing = functools.partial(is_being_changed, place)
-            self._stopper = Stopper(chance.randrange(1 << 30), _LONGEST_PAUSE_BETWEEN_STOPS, is_changing)
+        if setting.stops:
+            self._stopper = Stopper(chance.randrange(1 << 30), _LONGEST_PAUSE_BETWEEN_STOPS, self._is_changing)
+
+    def _is_changing(self) -> bool:
+        return self._setting.layout == "slab" and is_being_changed(self._setting.place)
 
     def start_one(self) -> None:
-        diary = self._place.parent / f"diary-{self._chance.getrandbits(60):x}"
-        settings = str(self._place), self._transforms, str(diary), self._chance.randrange(1 << 30)
-        worker = Worker(work, *settings, namespaces=self._namespaces)
+        diary = self._setting.place.parent / f"diary-{self._chance.getrandbits(60):x}"
+        what = self._setting, str(diary), self._chance.randrange(1 << 30)
+        worker = Worker(work, *what, namespaces=self._setting.namespaces)
         self._workers.append((worker, diary))
         if self._stopper is not None:
             self._stopper.add(worker)
@@ -192,6 +213,8 @@ class Crew:
             worker.kill()
         else:
             self._stopper.kill(worker)
+        if self._setting.layout == "pages":
+            self._note_under_way()
         notes = Diary(diary)
         findings.note_calls(notes.longest_calls(stopped, killed))
         results = notes.results()
@@ -208,3 +231,11 @@ class Crew:
                 findings.problems[str(said).partition(" as ")[0]] += 1
         worker.close()
         diary.unlink()
+
+    def _note_under_way(self) -> None:
+        """What was killed amid an operation stays in the account until somebody counts."""
+        place = self._setting.place
+        living = {str(member) for member in living_members(place / "members")}
+        dead = account_of(place)["under_way"].keys() - living
+        self._findings.kills_under_way += len(dead - self._under_way)
+        self._under_way |= dead
