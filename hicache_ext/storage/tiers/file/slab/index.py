@@ -548,9 +548,9 @@ class SlabIndex:
         freed = in_vain = 0
         of_size = self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
-        if wants_victims and _is_outdated(self._coldness.get(_of_writer(slot_size, tenancy))):
+        if wants_victims:
             # Now, and not while others wait for the lock.
-            self._measure(of_size, slot_size, wanted, oldest, tenancy)
+            self._measured(of_size, slot_size, wanted, oldest, tenancy)
         with self._changing():
             of_size = self._taken_from(slot_size)
             slabs = self.memory.slabs, self.view().table, of_size
@@ -753,9 +753,7 @@ class SlabIndex:
         """Free the coldest slots of a size, all where there are few slots, else those in one window of them; how many.
         ``need``: how many of the coldest to look at, where more than are ``wanted`` only until those are free. ``gone``
         gets the rows of the pages that were in them. Under the lock."""
-        known = self._coldness.get(_of_writer(slot_size, tenancy))
-        if known is None or _is_outdated(known):
-            known = self._measure(of_size, slot_size, need, oldest, tenancy)
+        known = self._measured(of_size, slot_size, need, oldest, tenancy)
         total, freed = int(self.view().table[of_size, SLOTS].sum()), 0
         together = slots_in_group(slot_size, total)
         begin = known.pop()
@@ -823,8 +821,14 @@ class SlabIndex:
             count -= end - slot
             which, slot = (which + 1) % len(of_size), 0
 
-    def _measure(self, of_size: Words, slot_size: int, need: int, oldest: int, tenancy: Words | None) -> list[int]:
-        """Measure how cold the coldest slots of a size are, and where most of them are. Needs no lock."""
+    def _measured(self, of_size: Words, slot_size: int, need: int, oldest: int, tenancy: Words | None) -> list[int]:
+        """How cold the coldest slots of a size are, and where most of them are; measured where that is not known, or
+        was used up. Needs no lock."""
+        # What may go differs from tenant to tenant, and so do the coldest pages.
+        of = slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
+        known = self._coldness.get(of, [])
+        if len(known) > WINDOWS and known[LEFT] > 0:
+            return known
         slots, firsts = self.view().table[of_size][:, [SLOTS, FIRST]].T
         ends = slots.cumsum()
         total = int(ends[-1]) if len(ends) else 0
@@ -846,7 +850,7 @@ class SlabIndex:
                 counts = np.bincount(places)
                 best = counts.argsort()[-_MOST_WINDOWS:]
                 windows = (best[counts[best] > 0] * _MOST_LOOKED_AT).tolist()
-        known = self._coldness[_of_writer(slot_size, tenancy)] = [*known, *windows]
+        known = self._coldness[of] = [*known, *windows]
         return known
 
     def _ranks(self, rows: Words, oldest: int, tenancy: Words | None) -> Words:
@@ -1128,15 +1132,6 @@ class SlabIndex:
                 self._share(member)
                 self._member = member
             yield
-
-
-def _is_outdated(known: list[int] | None) -> bool:
-    return known is None or known[LEFT] <= 0 or len(known) == WINDOWS
-
-
-def _of_writer(slot_size: int, tenancy: Words | None) -> tuple[int, int]:
-    """What may go differs from tenant to tenant, and so do the coldest pages; the number is -1 without tenants."""
-    return slot_size, -1 if tenancy is None else int(tenancy[index_words.WRITER])
 
 
 def _are_among(hashes: Words, others: Words) -> npt.NDArray[np.bool_]:
