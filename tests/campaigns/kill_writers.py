@@ -196,8 +196,8 @@ def occupied_by_walk(place: Path) -> int:
 
 def look_after_kill(place: Path, findings: Findings) -> None:
     """What the killed process has left, before anybody opens the directory."""
-    account = json.loads((place / "usage").read_bytes().partition(b"\n")[0])
-    reserved = sum(bytes_reserved for _, bytes_reserved, _ in account["under_way"].values())
+    account = json.loads((place / "usage").read_bytes().partition(b"\n")[0].partition(b" ")[2])
+    reserved = sum(bytes_reserved for bytes_reserved, _ in account["under_way"].values())
     if account["stored"] + reserved < occupied_by_walk(place):
         findings.problems["the account is below what is stored, after the kill"] += 1
     findings.killed_under_way += bool(account["under_way"])
