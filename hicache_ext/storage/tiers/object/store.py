@@ -175,9 +175,7 @@ class ObjectPageStore(TierStore):
         name, text = identity_name(digest), json.dumps(document, sort_keys=True, indent=1).encode()
 
         def record() -> None:
-            try:
-                self._requests.obstore.head(self._requests.client, name)
-            except FileNotFoundError:
+            if self._requests.size_of(name) is None:
                 self._requests.put(name, text)
 
         if failure := self._requests.within(record, min(_ADMIN_TIMEOUT, self._requests.timeout)):
