@@ -15,14 +15,14 @@ _BLOCK = 4096
 
 def account_of(path: Path) -> dict[str, Any]:
     """What the processes that write have noted (storage/tiers/file/usage.py)."""
-    account: dict[str, Any] = json.loads((path / "usage").read_bytes().partition(b"\n")[0])
+    account: dict[str, Any] = json.loads((path / "usage").read_bytes().partition(b"\n")[0].partition(b" ")[2])
     return account
 
 
 def noted_bytes(path: Path) -> int:
     """What the account says is stored, and reserved."""
     account = account_of(path)
-    return int(account["stored"] + sum(reserved for _, reserved, _ in account["under_way"].values()))
+    return int(account["stored"] + sum(reserved for reserved, _ in account["under_way"].values()))
 
 
 def occupied_by_walk(path: Path) -> int:
