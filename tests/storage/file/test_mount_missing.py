@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -207,6 +208,22 @@ def test_a_disk_that_is_detached_and_comes_again_has_its_pages(mounted: list[Pat
     subprocess.run(["mount", "--bind", str(mounted[1]), str(mounted[0])], check=True)
     wait_until(lambda: times(store, "path_back_in_service") == 1)
     assert_hits(store, page_keys(40))
+    store.close()
+
+
+@pytest.mark.parametrize("layout", ["slab", "pages"])
+def test_a_directory_that_was_emptied_begins_anew(
+    tmp_path: Path, layout: str, watched: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``rm -rf PATH/*`` under a running server: whoever needs the room now."""
+    path = tmp_path / "l3"
+    store = spread(path, layout)
+    store_pages(store, page_keys(40))
+    for entry in path.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    wait_until(lambda: times(store, "path_out_of_service") == 1)
+    assert_it_serves_what_is_there_now(store, path)
+    assert f"path {path} is out of service: its files are not there any more" in caplog.text
     store.close()
 
 

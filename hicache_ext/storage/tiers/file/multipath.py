@@ -150,20 +150,24 @@ class _Part:
             os.close(fd)
 
     def why_replaced(self) -> str | None:
-        """How another directory, or none, has come into the place of the one in service, in words; None while it has
-        not, or where that cannot be seen."""
+        """How another directory, or none, has come into the place of the one in service, or what became of its files,
+        in words; None while all is there, or where that cannot be seen."""
         if self._fd is None:
             return None
         opened = os.fstat(self._fd)
+        missing = "the directory that was opened is"
         try:
             now = os.stat(self.path)
+            if not os.path.samestat(opened, now):
+                what = "directory" if opened.st_dev == now.st_dev else "file system"
+                return f"another {what} is there than was opened"
+            missing = "its files are"
+            check_files_are_there(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            return "the directory that was opened is not there any more"
+            return f"{missing} not there any more"
         except OSError:
-            return None
-        if os.path.samestat(opened, now):
-            return None
-        return f"another {'directory' if opened.st_dev == now.st_dev else 'file system'} is there than was opened"
+            pass
+        return None
 
     def check(self) -> None:
         """Raises OSError unless the device under the path takes a write.
