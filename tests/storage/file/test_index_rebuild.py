@@ -13,15 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from hicache_ext.errors import StoreError
 from hicache_ext.page.envelope import encode_header
 from hicache_ext.runtime.access import make_tier_directory
 from hicache_ext.runtime.background import Backoff
+from hicache_ext.runtime.file_lock import OfdLock
+from hicache_ext.storage.tiers.file import inspection
+from hicache_ext.storage.tiers.file.layouts import slab_home
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
-from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
+from hicache_ext.storage.tiers.file.slab.directory import REBUILDING, SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex, milliseconds
 from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, FREE_SLOTS, Words
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
+from hicache_ext.testing.conformance.pages import page_keys, store_pages
 from tests.rigs.bare_index import counts, new_index_in
 from tests.storage.file.indexes import SMALL, A, B, key_of, present
 
@@ -321,3 +326,20 @@ def test_a_clear_that_a_rebuild_did_not_know_of_when_it_registered_the_identity_
     assert store._directory.rebuild.wait(PATIENCE)
     assert not any(store.contains([key_of(number) for number in range(10)]))
     store.close()
+
+
+def test_a_tool_waits_for_a_rebuild_only_as_long_as_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that does it is stopped."""
+    monkeypatch.setattr(inspection, "_REBUILD_AWAITED", 0.2)
+    store = SlabStore("disk", tmp_path / "tier", capacity=64 << 20)
+    store_pages(store, page_keys(20), (5000,))
+    store.close()
+    with closing(OfdLock(slab_home(tmp_path / "tier") / "lock", REBUILDING)) as held:
+        assert held.try_acquire()
+        with pytest.raises(StoreError, match="the process that makes its index anew does not go on"):
+            inspection.open_editor(tmp_path / "tier")
+        held.release()
+        with closing(inspection.open_editor(tmp_path / "tier")) as editor:
+            assert editor.contains(page_keys(20)) == [True] * 20

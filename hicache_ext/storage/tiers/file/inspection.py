@@ -6,7 +6,6 @@ changes the directory through the same code as the stores.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from hicache_ext.errors import StoreError
@@ -17,6 +16,9 @@ from hicache_ext.storage.tiers.file.pages.tree import PageTree
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
 from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
+
+_REBUILD_AWAITED = 15.0
+"""Seconds in which a process that makes the index anew is to find something."""
 
 
 def open_inspector(path: Path) -> Inspector:
@@ -55,7 +57,14 @@ class SlabEditor(SlabStore):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), path, capacity=max(1, occupied_bytes(path)))
         # Pages that are not found yet could not be removed.
-        self.wait_until_rebuilt(math.inf)
+        before = None
+        while not self.wait_until_rebuilt(_REBUILD_AWAITED):
+            if (now := (len(self._index.unknown_slabs()), self._index.found)) == before:
+                self.close()
+                raise StoreError(
+                    f"{str(path)!r}: the process that makes its index anew does not go on; see hicache-ext doctor"
+                )
+            before = now
 
     def _look_over(self, place: object) -> None:
         """A tool removes what it was told to remove."""
