@@ -429,7 +429,7 @@ def test_sglang_checks_the_launch_without_importing_the_linker(tmp_path: Path, m
     [
         ({}, "linker_extra_config"),
         ({"hicache_ex": {}}, "hicache_ext"),
-        ({"config_file": "/nowhere/hicache.yaml"}, "no such file"),
+        ({"config_file": "/nowhere/hicache.yaml"}, "No such file"),
         ({"hicache_ext": {"tiers": {}}, "config_file": "/hicache.yaml"}, "both"),
     ],
 )
