@@ -636,8 +636,8 @@ struct evict {
     struct words tenancy; /* As for ranks. */
 };
 
-/* Free each victim that may be taken; one that is pending is: its writer has ended. Under the lock. Returns the number of pages evicted, which does not count those
- * that nobody could ask for. */
+/* Free each victim that may be taken; one that is pending is: its writer has ended. Under the lock. Returns the number
+ * of pages evicted, which does not count those that nobody could ask for. */
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
@@ -688,8 +688,7 @@ static bool is_lost(const struct evict_beside *call, int64_t companion, int64_t 
 }
 
 /* Under the hash of each page that is gone, evict its companions (states, indexer keys, drafts) unless a page that they
- * need is still there. Pages of identities that were cleared are skipped.
- * Under the lock. Returns how many. */
+ * need is still there. Pages of identities that were cleared are skipped. Under the lock. Returns how many. */
 PUBLIC int64_t hicache_evict_beside(const struct evict_beside *call)
 {
     const struct table *table = call->table;

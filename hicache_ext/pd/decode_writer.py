@@ -162,9 +162,14 @@ class PoolWriter:
 
     def _work(self) -> float:
         while self._jobs and not self._loop.stopping:
-            # What came meanwhile goes into the same calls: requests of a batch reach their strides together.
+            # What came meanwhile goes into the same calls, since requests of a batch reach their strides together; but
+            # no recurrent states, of which one may be as large as all pages of a job.
             jobs = [self._jobs.popleft()]
-            while self._jobs and sum(map(_pages, jobs)) + _pages(self._jobs[0]) <= _PAGES_PER_WRITE:
+            pages = _pages(jobs[0])
+            while self._jobs and [*jobs[0][0].host_indices] == [KV]:
+                pages += _pages(self._jobs[0])
+                if pages > _PAGES_PER_WRITE:
+                    break
                 jobs.append(self._jobs.popleft())
             self._finished.extend(zip(jobs, self._outcomes(jobs), strict=True))
         return math.inf

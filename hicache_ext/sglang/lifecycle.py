@@ -309,7 +309,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def stored_leading(self, keys: Sequence[str], name: str = KV) -> int:
         """Leading pages of which a prefill node finds every part in the pool [pd writer, hints]."""
         pool = self.served.usable(name)
-        if pool is None:
+        if pool is None or not pool.digests:
             return 0
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
         return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,17 @@ def test_pages_of_the_decode_writer_are_looked_for_where_it_stores(
     backend.store_pages(KEYS, indices(0, 1, 2))
     assert backend.batch_exists(KEYS) == 0
     assert backend.stored_leading(KEYS) == 3
+
+
+def test_of_a_pool_without_pages_none_are_in_the_pool_and_nothing_failed(
+    open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek V4's KV has no bytes of its own; hints ask for it."""
+    backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
+    anchor = replace(backend.served.usable("kv"), digests=())
+    monkeypatch.setattr(backend.served, "usable", lambda name: anchor)
+    assert backend.stored_leading(KEYS) == 0
+    assert not any(backend._failures.snapshot().values())
 
 
 def test_a_failing_store_is_reported_page_by_page_and_never_raises(open_backend: Callable[..., Any]) -> None:

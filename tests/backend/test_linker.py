@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hicache_ext.errors import ConfigError, UnsupportedError
 from hicache_ext.sglang.releases import comes_with, installed_release
@@ -135,6 +137,28 @@ def test_requests_of_one_batch_share_staging_memory(open_linker: Open) -> None:
     assert rig.forward(linker, linker.start_layer_wise_loading())
     assert device.content("kv", targets) == before
     assert rig.staging_in_use(linker) == 0
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_no_more_states_are_handed_over_than_there_is_memory_for(
+    open_linker: Open, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """SGLang locks them on the device until they are written; alike on ranks that write none."""
+    from hicache_ext.sglang.linking.staging import Pages
+
+    linker = open_linker(rig.mha_device())
+    offloads = linker._offloads
+    monkeypatch.setattr(offloads._staging, "_limits", {"kv": 340, "mamba": 4})
+    node = [Pages("kv", ["a"], torch.empty(0), 1), Pages("mamba", ["a"], torch.empty(0), 1)]
+    assert offloads.has_room([Pages("mamba", ["a"] * 9, torch.empty(0), 1)])
+    monkeypatch.setattr(offloads, "_to_gather", queue.SimpleQueue())
+    for _ in range(4):
+        assert offloads.has_room(node)
+        offloads.offload(node, {"kv": None, "mamba": None} if writes else None, [])
+    assert not offloads.has_room(node)
+    assert offloads.has_room(node[:1])
+    offloads._handed_over.clear()
+    offloads._on_device = offloads._under_way = 0
 
 
 def test_a_missing_page_is_told_before_the_batch_starts(open_linker: Open) -> None:

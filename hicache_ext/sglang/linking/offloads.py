@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -20,7 +20,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.linking.staging import Pages, Portion, Staging
-from hicache_ext.sglang.served_pools import KV, BoundPool
+from hicache_ext.sglang.served_pools import BoundPool
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class _Offload:
     pages: list[Pages]
     pools: dict[str, BoundPool]
     events: Sequence[Any]
-    pages_of_kv: int
+    counts: Counter[str]
+    """Pages by pool that has memory, equal on all ranks."""
     generation: int
     begun: float = field(default_factory=time.monotonic)
     left: int = 1
@@ -69,13 +70,14 @@ class Offloads:
     def has_room(self, pages: Sequence[Pages]) -> bool:
         """Whether these pages may be handed over now; alike on all ranks. Something always may when nothing is."""
         with self._lock:
-            taken = sum(job.pages_of_kv for job in self._handed_over)
-            return not self._handed_over or taken + _pages_of_kv(pages) <= self._staging.most_pages(KV)
+            taken = sum((job.counts for job in self._handed_over), _counts(pages))
+            fits = all(count <= self._staging.most_pages(source) for source, count in taken.items())
+            return fits or not self._handed_over
 
     def offload(self, pages: Sequence[Pages], pools: dict[str, BoundPool] | None, events: Sequence[Any]) -> None:
         """Take over pages; ``pools`` are those that this rank writes. None: they cannot be stored, and count as failed
         once it is their turn."""
-        job = _Offload(list(pages) if pools else [], pools or {}, events, _pages_of_kv(pages), self._generation)
+        job = _Offload(list(pages) if pools else [], pools or {}, events, _counts(pages), self._generation)
         job.good = pools is not None
         wanted = bool(job.pages) and not self._closed
         with self._lock:
@@ -213,6 +215,8 @@ class Offloads:
                 self._moved_on.notify_all()
 
 
-def _pages_of_kv(pages: Sequence[Pages]) -> int:
-    """What pages count against the room, equal on all ranks; what lies beside them waits for memory with them."""
-    return sum(len(some.keys) for some in pages if some.source == KV)
+def _counts(pages: Sequence[Pages]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for some in pages:
+        counts[some.source] += len(some.keys)
+    return counts

@@ -384,6 +384,17 @@ def test_a_writer_whose_slots_were_given_to_another_one_publishes_nothing(index:
     assert publish(index, other, keys_of(range(5)), others_rows) == [1] * 5
 
 
+def test_of_a_batch_that_is_given_back_only_what_was_not_published_counts_as_free(index: SlabIndex) -> None:
+    """Otherwise the next ones look through whole slabs under the lock."""
+    add_slab(index)
+    index.register([A])
+    ticket, rows, _ = take(index, 8)
+    free = int(index.memory.slabs[0, index_words.FREE_SLOTS])
+    assert publish(index, ticket, keys_of(range(7)), rows[:7]) == [1] * 7
+    index.give_back(rows, ticket)
+    assert int(index.memory.slabs[0, index_words.FREE_SLOTS]) == free + 1
+
+
 def test_a_lock_that_another_process_keeps_costs_its_bound_once(index: SlabIndex, tmp_path: Path) -> None:
     slab = add_slab(index)
     store(index, keys_of(range(5)))

@@ -215,16 +215,19 @@ def test_a_disk_that_is_detached_and_comes_again_has_its_pages(mounted: list[Pat
 def test_a_directory_that_was_emptied_begins_anew(
     tmp_path: Path, layout: str, watched: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``rm -rf PATH/*`` under a running server: whoever needs the room now."""
+    """``rm -rf PATH/*`` under two running servers: whoever needs the room now. The first one to look begins anew."""
     path = tmp_path / "l3"
-    store = spread(path, layout)
+    store, other = spread(path, layout), spread(path, layout)
     store_pages(store, page_keys(40))
     for entry in path.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     wait_until(lambda: times(store, "path_out_of_service") == 1)
     assert_it_serves_what_is_there_now(store, path)
     assert f"path {path} is out of service: its files are not there any more" in caplog.text
+    wait_until(lambda: times(other, "path_back_in_service") == 1)
+    assert_hits(other, page_keys(20, "later"))
     store.close()
+    other.close()
 
 
 @pytest.mark.parametrize("layout", ["slab", "pages"])

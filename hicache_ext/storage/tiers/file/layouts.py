@@ -62,6 +62,11 @@ def _is_used(home: Path, directory: str, name: re.Pattern[str]) -> bool:
     return False
 
 
+def members_file(path: Path) -> Path:
+    """The file in a tier's directory that says who uses it. Raises OSError."""
+    return (slab_home(path) if layout_in(path) == "slab" else path) / MEMBERS
+
+
 def newer_versions(path: Path) -> list[Path]:
     """The directories of newer releases in ``path``, which are left alone. Never raises OSError."""
     try:
@@ -70,7 +75,9 @@ def newer_versions(path: Path) -> list[Path]:
     except OSError:
         return []
     return [
-        Path(place) for number, place in sorted(found) if number > SLAB_VERSION and (Path(place) / MEMBERS).exists()
+        Path(place)
+        for number, place in sorted(found)
+        if number > SLAB_VERSION and os.path.exists(os.path.join(place, MEMBERS))
     ]
 
 

@@ -51,7 +51,7 @@ from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
-from hicache_ext.storage.tiers.file.layouts import check_files_are_there
+from hicache_ext.storage.tiers.file.layouts import check_files_are_there, members_file
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -125,15 +125,19 @@ class _Part:
         """Those whose clearing a disk that dies may lose: until when. It is lasting once an error came before that."""
         self._fd: int | None = None
         """Of the directory that is in service."""
+        self._members_fd: int | None = None
+        """Of the file in it that says who uses it."""
         self._mount_point: str | None = None
-        """Of the directory that was in service last; None before the first one."""
+        """Of the directory that is to be opened, or was; None where that could not be seen."""
+        with suppress(OSError):
+            self._mount_point = self._mount_points()[0]
         self._lock = threading.Lock()
 
     def look(self) -> None:
         """Remember which directory it is that comes into service. Takes as long as the disk likes."""
         with suppress(OSError):
-            self._mount_point = self._mount_points()[0]
             self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._members_fd = os.open(members_file(self.path), os.O_PATH | os.O_CLOEXEC)
         if self.why_replaced() is not None:
             # On a file system that numbers its inodes at every look, a later look would say nothing.
             self._let_go()
@@ -145,9 +149,10 @@ class _Part:
         return store
 
     def _let_go(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+        descriptors, self._fd, self._members_fd = (self._fd, self._members_fd), None, None
+        for fd in descriptors:
+            if fd is not None:
+                os.close(fd)
 
     def why_replaced(self) -> str | None:
         """How another directory, or none, has come into the place of the one in service, or what became of its files,
@@ -155,29 +160,33 @@ class _Part:
         if self._fd is None:
             return None
         opened = os.fstat(self._fd)
-        missing = "the directory that was opened is"
+        gone = "the directory that was opened is not there any more"
         try:
             now = os.stat(self.path)
             if not os.path.samestat(opened, now):
                 what = "directory" if opened.st_dev == now.st_dev else "file system"
                 return f"another {what} is there than was opened"
-            missing = "its files are"
-            check_files_are_there(self.path)
+            gone = "its files are not there any more"
+            if self._members_fd is None:
+                return None
+            # Another process may have begun anew already.
+            return None if os.path.samestat(os.fstat(self._members_fd), os.stat(members_file(self.path))) else gone
         except (FileNotFoundError, NotADirectoryError):
-            return f"{missing} not there any more"
+            return gone
         except OSError:
-            pass
-        return None
+            return None
 
     def check(self) -> None:
         """Raises OSError unless the device under the path takes a write.
 
         Makes no directory where a mount has vanished: the tier would begin anew on the disk below.
         """
-        if self._mount_point is not None and self._mount_point not in self._mount_points()[1]:
+        mount_point, mounted = self._mount_points()
+        if self._mount_point is not None and self._mount_point not in mounted:
             check_files_are_there(self.path)
         if self.path.is_dir():
             _try_to_write(self.path)
+        self._mount_point = mount_point
 
     def _mount_points(self) -> tuple[str, frozenset[str]]:
         return mount_points(str(self.path.absolute()))

@@ -158,7 +158,8 @@ class PathStore(TierStore):
         except (OSError, ValueError) as error:
             PathStore._close(self)
             reason = getattr(error, "strerror", None) or error
-            raise StoreSetupError(name, f"directory {str(path)!r}: {reason}") from error
+            file = getattr(error, "filename", None) or path
+            raise StoreSetupError(name, f"{str(path)!r} cannot be used: {reason} ({str(file)!r})") from error
         except BaseException:
             PathStore._close(self)
             raise

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock
 from hicache_ext.runtime.file_systems import file_system_of
@@ -51,11 +51,15 @@ def gone_writers(path: Path, is_alive: Callable[[int], bool]) -> IsGone:
     return lambda writer, last_change: time.time() - last_change >= silence and not is_alive(writer)
 
 
+_MOST_BYTES = 1 << 60
+"""More is no account: whoever may write the file may write anything."""
+
+
 class UnderWay(NamedTuple):
     """What one writer process has reserved for operations under way, perhaps for none but removals."""
 
-    reserved: int
-    last_change: float
+    reserved: Annotated[int, Field(ge=0, le=_MOST_BYTES)]
+    last_change: Annotated[float, Field(allow_inf_nan=False)]
     """Wall-clock time."""
 
 
@@ -63,7 +67,7 @@ class UnderWay(NamedTuple):
 class UsageRecord:
     """The content of the file: as JSON on one line, a checksum before it."""
 
-    stored: int = 0
+    stored: Annotated[int, Field(ge=-_MOST_BYTES, le=_MOST_BYTES)] = 0
     """Bytes; without ``counted`` what came and went since the account was lost."""
     under_way: dict[int, UnderWay] = field(default_factory=dict)
     """By the number of the member that writes."""
@@ -74,7 +78,7 @@ class UsageRecord:
     """Goes up when a count begins, and when it ends: it is odd in between."""
     users: list[int] = field(default_factory=list)
     """Members for whom the account goes on; the first of them counted, or will."""
-    no_space_since: int = 0
+    no_space_since: Annotated[int, Field(ge=0)] = 0
     """Since when writes have found no space (wall-clock seconds), or 0."""
 
     @property

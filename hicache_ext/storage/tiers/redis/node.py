@@ -253,6 +253,9 @@ class Node:
     def tried_within(self, seconds: float) -> BaseException | None:
         """Why the last attempt to reach the node was in vain, or None where it is up; the first one is waited for."""
         self._tried.wait(seconds)
+        if not self.up:
+            # Its probes may have had no thread to begin with.
+            self._breaker.begin_to_probe()
         return None if self.up else self._problem
 
     def close(self, seconds: float) -> None:

@@ -472,7 +472,8 @@ class RedisPageStore(TierStore):
         kinds = _reasons(elsewhere)
         self.metrics.add_many("redirect", kinds)
         if kinds["moved"]:
-            self._topology.refresh_soon()
+            asked = next(call.name for call in elsewhere if call.reason == "moved")
+            self._topology.refresh_soon(self._topology.node_of(asked))
         absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
         for call in elsewhere:
             if self._topology.is_cluster:

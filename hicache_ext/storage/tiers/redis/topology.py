@@ -103,6 +103,8 @@ class Topology:
         """The node of each slot; of a server that is no cluster, of all keys."""
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
+        self._told_by: Node | None = None
+        """Whoever said last that the map is wrong."""
         self._first_look: BaseException | None = None
         self._looked = threading.Event()
         self._interval = _REFRESH_INTERVAL if tier.service is None else _SENTINEL_INTERVAL
@@ -145,7 +147,9 @@ class Topology:
         """Slots whose pages are misses."""
         return self._slots.count(None)
 
-    def refresh_soon(self) -> None:
+    def refresh_soon(self, told_by: Node | None = None) -> None:
+        """Have the map read again: first by the node, if one is named, that knows better than the map of now."""
+        self._told_by = told_by
         self._refresh_wanted = True
         self._keeper.wake()
 
@@ -211,7 +215,7 @@ class Topology:
             return self._learn_from_sentinels()
         problem: BaseException | None = None
         best: _Map | None = None
-        known = sorted(self._nodes.values(), key=lambda node: not node.up)
+        known = sorted(self._nodes.values(), key=lambda node: (not node.up, node is not self._told_by))
         endpoints = list(dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]))
         # The first one mostly knows; of nodes that are dead each costs a second.
         portions = [endpoints[:1], *(endpoints[at : at + _AT_ONCE] for at in range(1, len(endpoints), _AT_ONCE))]

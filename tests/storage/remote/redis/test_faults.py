@@ -695,6 +695,42 @@ def test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node(clus
     assert store.metrics.value("redirect", "moved") == moved
 
 
+def test_a_node_that_goes_down_while_no_thread_can_be_had_comes_back(server, open_store, monkeypatch):
+    store, start, fails = open_store(server), threading.Thread.start, [True]
+    (node,) = store._topology.nodes
+
+    def no_thread(thread):
+        if fails and thread.name.endswith("-node"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    assert store.contains(page_keys(1)) == [False]
+    wait_until(
+        lambda: node.up and not any(one.name.endswith("-node") for one in threading.enumerate()), "a rest", BOUND
+    )
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    node.mark_down(TimeoutError("slow once"))
+    assert not node.up
+    fails.clear()
+    wait_until(lambda: node.up, "the node", BOUND)
+
+
+def test_the_node_that_says_that_a_slot_has_moved_is_the_first_that_is_asked_for_the_map(
+    empty_cluster, open_store, monkeypatch
+):
+    """Another one may have lost its fellows, and answers from an old map."""
+    store = open_store(empty_cluster.servers[0])
+    topology, asked = store._topology, []
+    real = topology._map_of
+    monkeypatch.setattr(topology, "_map_of", lambda endpoint: (asked.append(endpoint), real(endpoint))[1])
+    for node in topology.nodes:
+        asked.clear()
+        topology.refresh_soon(node)
+        wait_until(lambda: asked, "a look at the map", BOUND)
+        assert asked[0] == node.endpoint
+        wait_until(lambda: not topology._refresh_wanted, "the end of the look", BOUND)
+
+
 def test_a_cluster_has_no_other_database(empty_cluster, open_store):
     with pytest.raises(StoreSetupError, match="only database 0"):
         open_store(empty_cluster.servers[0], database=1)

@@ -604,7 +604,8 @@ class SlabIndex:
         words = self.memory.rows
         ours = (words[rows, STATE] == self._pending) & (words[rows, index_words.HASH] == ticket)
         words[rows[ours], STATE] = FREE
-        self._may_be_free(rows)
+        # Some may be, of a batch that was published before.
+        self._may_be_free(rows[words[rows, STATE] == FREE])
 
     def publish(
         self,
