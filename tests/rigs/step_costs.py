@@ -49,23 +49,25 @@ def with_timed_calls(make: Callable[..., Any]) -> Callable[..., Any]:
 def note_when_readable(writer: Any) -> None:
     """Have our writer note when each answer has ended, and when its last page was written."""
     advanced, write = writer.request_advanced, writer._writer._write
-    ended: dict[int, float] = {}
+    ended: dict[Any, float] = {}
+    """By continuation."""
 
     def request_advanced(request: Any, output: Any, finished: bool) -> Any:
         began = advanced(request, output, finished)
         if began and finished:
-            ended[writer._continuations[request].number] = time.perf_counter()
+            ended[writer._continuations[request]] = time.perf_counter()
         return began
 
-    def write_and_note(pieces: Any) -> Any:
-        outcome = write(pieces)
-        continuation = pieces[-1].continuation
-        if outcome.name == "WRITTEN" and pieces[-1].end_page == continuation.copied_pages:
-            since = ended.pop(continuation.number, None)
-            if since is not None:
-                with open(os.environ[VARIABLE] + ".readable", "a") as file:
-                    file.write(f"{time.perf_counter() - since}\n")
-        return outcome
+    def write_and_note(jobs: Any) -> Any:
+        outcomes = write(jobs)
+        for pieces, outcome in zip(jobs, outcomes, strict=True):
+            continuation = pieces[-1].continuation
+            if outcome.name == "WRITTEN" and pieces[-1].end_page == continuation.copied_pages:
+                since = ended.pop(continuation, None)
+                if since is not None:
+                    with open(os.environ[VARIABLE] + ".readable", "a") as file:
+                        file.write(f"{time.perf_counter() - since}\n")
+        return outcomes
 
     writer.request_advanced, writer._writer._write = request_advanced, write_and_note
 
