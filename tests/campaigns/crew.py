@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiers.file import eviction
@@ -141,7 +140,7 @@ def work(channel: Connection, setting: Setting, diary: str, seed: int) -> None:
                 store = setting.opened()
         elif choice < 0.55 and setting.layout == "slab":
             # The path may be out of service, if this process was started beside one that was stopped.
-            with suppress(StoreSetupError):
+            with suppress(TimeoutError):
                 follow(setting.place, chance.randrange(len(eviction.POLICIES)))
 
 
