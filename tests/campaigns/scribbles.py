@@ -105,7 +105,8 @@ def run(*, rounds: int, seed: int, beside: bool = False, first: int = 0, within:
                 name = signal.Signals(-ended.returncode).name if ended.returncode < 0 else f"exit {ended.returncode}"
                 name = {"SIGALRM": "a round that does not end"}.get(name, f"the process ended: {name}")
                 found.problems[name] += 1
-                where = ended.stderr.decode(errors="replace").rpartition("Current thread")[2].splitlines()[:10]
+                _, crash, where = ended.stderr.decode(errors="replace").rpartition("Current thread")
+                where = where.splitlines()[:10] if crash else where.splitlines()[-10:]
                 found.stories.append("\n".join([f"{lines[-1] if lines else {}}: {name}", *where]))
     return found
 

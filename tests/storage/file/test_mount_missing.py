@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -208,6 +209,22 @@ def test_a_disk_that_is_detached_and_comes_again_has_its_pages(mounted: list[Pat
     subprocess.run(["mount", "--bind", str(mounted[1]), str(mounted[0])], check=True)
     wait_until(lambda: times(store, "path_back_in_service") == 1)
     assert_hits(store, page_keys(40))
+    store.close()
+
+
+def test_a_look_at_a_device_that_died_says_nothing_and_ends_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead XFS answers with EIO also for what is open; calls that fail take the path out."""
+    store = spread(tmp_path / "l3", "pages")
+    (part,) = store._parts
+
+    def dead(fd: int) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fstat", dead)
+    assert part.why_replaced() is None
+    monkeypatch.undo()
     store.close()
 
 

@@ -159,10 +159,9 @@ class _Part:
         in words; None while all is there, or where that cannot be seen."""
         if self._fd is None:
             return None
-        opened = os.fstat(self._fd)
         gone = "the directory that was opened is not there any more"
         try:
-            now = os.stat(self.path)
+            opened, now = os.fstat(self._fd), os.stat(self.path)
             if not os.path.samestat(opened, now):
                 what = "directory" if opened.st_dev == now.st_dev else "file system"
                 return f"another {what} is there than was opened"
