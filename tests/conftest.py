@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from hicache_ext import native
 from tests.native.sanitized import use_the_core_that_is_to_be_tested
-from tests.thorough import is_patient, mark_what_is_patient, mark_what_is_thorough
+from tests.thorough import is_patient, mark_what_is_left_out
 
 # Workers and servers share the machine's cores: threads of torch would wait for each other, for a third of the time.
 # Before anything imports torch.
@@ -60,8 +60,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before ``-m`` is looked at."""
-    mark_what_is_thorough(items)
-    mark_what_is_patient(items)
+    mark_what_is_left_out(items)
 
 
 @pytest.hookimpl(trylast=True)

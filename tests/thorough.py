@@ -93,18 +93,6 @@ MANY_CASES = (
 """Files with more cases than ``make test-fast`` has time for."""
 
 
-def mark_what_is_patient(items: Sequence[pytest.Item]) -> None:
-    """Adds the mark to what ``make test-fast`` leaves out."""
-    from hicache_ext.testing.conformance.page_store import PageStoreTests
-
-    for item in items:
-        suite = getattr(item, "cls", None)
-        of_a_suite = suite is not None and issubclass(suite, PageStoreTests)
-        left_out = of_a_suite and item.nodeid.partition("[")[0].rpartition("::")[0] not in QUICK_CONFORMANCE
-        if left_out or is_patient(item.path):
-            item.add_marker("patient")
-
-
 @cache
 def is_patient(file: Path) -> bool | None:
     """True for a file of tests that ``make test-fast`` leaves out as a whole, None for any other."""
@@ -113,8 +101,8 @@ def is_patient(file: Path) -> bool | None:
     return str(file).endswith(MANY_CASES) or bool(_OTHER_PROCESSES.search(file.read_text())) or None
 
 
-def mark_what_is_thorough(items: Sequence[pytest.Item]) -> None:
-    """Adds the mark to those of ``items`` that this module decides about."""
+def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
+    """Adds the marks ``thorough`` and ``patient`` to those of ``items`` that this module decides about."""
     from hicache_ext.testing.conformance.page_store import PageStoreTests
 
     alike: dict[str, list[pytest.Function]] = defaultdict(list)
@@ -124,8 +112,10 @@ def mark_what_is_thorough(items: Sequence[pytest.Item]) -> None:
             continue
         function = item.nodeid.partition("[")[0]
         of_a_suite = item.cls is not None and issubclass(item.cls, PageStoreTests)
-        left_out = of_a_suite and function.rpartition("::")[0] not in CONFORMANCE
-        if left_out or (item.get_closest_marker("e2e") and item.nodeid not in servers):
+        suite = function.rpartition("::")[0] if of_a_suite else None
+        if suite not in (None, *QUICK_CONFORMANCE) or is_patient(item.path):
+            item.add_marker("patient")
+        if suite not in (None, *CONFORMANCE) or (item.get_closest_marker("e2e") and item.nodeid not in servers):
             item.add_marker("thorough")
         elif item.get_closest_marker("pairs") and hasattr(item, "callspec"):
             alike[function].append(item)

@@ -233,8 +233,8 @@ class PoolWriter:
 
     def _write_pages(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
         """Write the pages that the pool lacks."""
-        results = [SetResult.EXISTS if known else None for known in self._pool.stored(keys, name)]
-        absent = [page for page, result in enumerate(results) if result is None]
+        results = [SetResult.EXISTS] * len(keys)
+        absent = [page for page, known in enumerate(self._pool.stored(keys, name)) if not known]
         self._metrics.add("page", "present", len(keys) - len(absent))
         if absent:
             stored = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten(), name)
@@ -243,7 +243,7 @@ class PoolWriter:
             self._metrics.add_many("page", ends)
             for page, result in zip(absent, stored, strict=True):
                 results[page] = result
-        return [result for result in results if result is not None]
+        return results
 
 
 # -- the writer --------------------------------------------------------------------------------------------------------
