@@ -25,7 +25,17 @@ _PLAN = "plan replays LRU in Python: the same figures to every digit, without gh
 
 _ONE_WAY = "it has one way: numpy is as fast there as the native core was"
 
+_BUILD = "the doctor builds nothing: it looks for the tools, and a server says at its start what failed"
+
 FORMER = {
+    "test_a_machine_on_which_hicache_would_die_at_its_first_prompt_is_an_error_that_says_what_to_install": (
+        "-> test_what_sglang_lacks_to_build_its_page_hashes_is_named_with_what_to_install"
+    ),
+    "test_each_thing_that_a_build_lacks_is_named": (
+        "-> test_what_sglang_lacks_to_build_its_page_hashes_is_named_with_what_to_install"
+    ),
+    "test_where_sglang_cannot_be_imported_nothing_is_said_against_the_extension": _BUILD,
+    "test_a_build_that_hangs_is_given_up": _BUILD,
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"
     ),

@@ -10,19 +10,13 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import re
 import shlex
 import shutil
 import socket
 import stat
-import subprocess
-import sys
-import tempfile
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -209,57 +203,19 @@ def feature_findings() -> Iterator[Finding]:
 
 # -- page hashes -------------------------------------------------------------------------------------------------------
 
-_HASH_EXTENSION = "hicache_hash_cpp"
-_LONGEST_BUILD = 300.0
-"""Seconds; a build takes ten of them."""
-_TRY_HASHES = """
-from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
-declare_torchvision_operators()
-from sglang.srt.mem_cache.utils import get_hash_str
-print("imported", flush=True)
-get_hash_str([1])
-"""
-_WHAT_TO_INSTALL = {
-    r"Ninja is required": "ninja: apt-get install ninja-build, dnf install ninja-build",
-    r"error: openssl/|cannot find -lcrypto": "OpenSSL's headers: apt-get install libssl-dev, dnf install openssl-devel",
-    r"error: Python\.h": "Python's headers: apt-get install python3-dev, dnf install python3-devel",
-    r"\+\+: (command )?not found": "a C++ compiler: apt-get install g++, dnf install gcc-c++",
-}
-"""By what a failing build says."""
+_TO_BUILD_HASHES = "apt-get install ninja-build g++ libssl-dev python3-dev, or what another system calls these"
 
 
-@cache
 def page_hash_finding() -> Finding:
-    """Whether SGLang can build or load its extension for page hashes. It is tried in a process and a cache of its own,
-    which begins as a copy of SGLang's: what was built for the servers is found, and nothing of theirs changes."""
-    with tempfile.TemporaryDirectory(prefix="hicache-ext-doctor-", ignore_cleanup_errors=True) as directory:
-        if built := _built_extension():
-            with suppress(OSError):  # shutil.Error: a server is building it
-                shutil.copytree(built, Path(directory) / _HASH_EXTENSION)
-        environment = os.environ | {"TORCH_EXTENSIONS_DIR": directory}
-        command = [sys.executable, "-c", _TRY_HASHES]
-        try:
-            tried = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LONGEST_BUILD)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Finding("extension", Level.WARNING, f"not tried: {error}", "docs/troubleshooting.md")
-    if tried.returncode == 0:
-        return Finding("extension", Level.OK, "SGLang's extension for page hashes can be built or loaded")
-    lines = tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"]
-    if "imported" not in tried.stdout:
-        return Finding("extension", Level.NOTE, f"not tried, since SGLang cannot be imported here: {lines[-1]}")
-    remedy = next((what for sign, what in _WHAT_TO_INSTALL.items() if re.search(sign, tried.stderr)), "")
-    why = next((line for line in lines if re.search("|".join((*_WHAT_TO_INSTALL, "error:")), line)), lines[-1])
-    seen = f"SGLang cannot build its extension for page hashes, and HiCache ends the server at the first prompt: {why}"
-    return Finding("extension", Level.ERROR, seen, remedy or "docs/troubleshooting.md")
-
-
-def _built_extension() -> Path | None:
-    """Where torch keeps the newest build of it, for whichever version of torch."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = Path(chosen) if chosen else Path(cache) / "torch_extensions"
-    found = [*root.glob(_HASH_EXTENSION), *root.glob(f"*/{_HASH_EXTENSION}")]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    """Whether SGLang finds the tools that build its extension for page hashes. A server tries it at its start and logs
+    what fails; ninja is needed by one that was built before, too."""
+    missing = [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
+    if not missing:
+        seen = "ninja and a C++ compiler are here; SGLang's page hashes need OpenSSL's and Python's headers, too"
+        return Finding("extension", Level.OK, seen)
+    seen = f"SGLang cannot build its extension for page hashes without {' and '.join(missing)}"
+    level = Level.ERROR if "ninja" in missing else Level.WARNING
+    return Finding("extension", level, f"{seen}, and HiCache ends the server at the first prompt", _TO_BUILD_HASHES)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
