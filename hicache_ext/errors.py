@@ -1,38 +1,7 @@
-"""The error tree of hicache_ext: every exception class of the package, and nothing else.
-
-    HicacheExtError
-    |-- ConfigError                 the user's configuration is wrong; raised at start only; also a ValueError
-    |   `-- ConfigErrors            several wrong places in it
-    |-- UnsupportedError            a pool, layout or SGLang version that cannot be served; raised at start only
-    |-- MissingPackageError         a command needs a package that is not installed (packages.py)
-    |-- WeightsError                a model's files cannot be identified (page/fingerprint.py)
-    |-- FormatError                 bytes that are not a page of ours (page/envelope.py)
-    |-- RecordingError              a file is no recording, or no trace, that can be read
-    |-- StoreError                  a tier could not be opened or used
-    |   |-- StoreClosedError        a call after close()
-    |   |-- StoreSetupError         a tier cannot start (directory, server, credentials)
-    |   |-- TierTypeError           a type of tier is not known, or another package brings it and it cannot be used
-    |   |-- NotReadError            an object that is under suspicion could not be read again
-    |   |-- UnansweredError         pages of a look-up could not be asked for
-    |   |-- ClearLaterError         cleared pages could not be removed now; tried again
-    |   |-- IndexBusyError          another process holds the index of slabs and does not go on
-    |   |-- NotBegunError           a deadline ended a call before it began
-    |   |-- TooLateError            a call did not end by its deadline
-    |   |-- LoginError              a Redis server refuses the login; also a ConnectionError
-    |   |-- RefusedError            a Redis server refuses a whole call
-    |   |-- ServerClosedError       a Redis server closed the connection; also a ConnectionError
-    |   |-- NodeDownError           a Redis node is known to be down; also a ConnectionError
-    |   |-- LaneBusyError           no connection to a Redis node became free; also a TimeoutError
-    |   `-- ProtocolError           what a Redis server sent is not RESP
-    |       `-- OversizedValueError a value too long to be read
-    |-- ControlError                the control socket of a server cannot be used
-    |-- CommandError                what a command was asked for cannot be done
-    |-- CopyError                   a copy engine could not submit a copy
-    |-- CalibrationError            a calibration cannot be read
-    `-- ServerError                 a server under test did not start or answer
+"""Every exception class of hicache_ext, and nothing else.
 
 Only constructors and the command line let these out. Calls that SGLang makes at run time never raise: they answer with
-the enums of ``storage/contract/store.py``. tests/test_errors.py compares the drawing with the classes.
+the enums of ``storage/contract/store.py``.
 """
 
 from __future__ import annotations
@@ -100,7 +69,6 @@ class MissingPackageError(HicacheExtError):
     """A package that a command needs; ``remedy`` is what to do, as far as that is known."""
 
     def __init__(self, package: str, remedy: str, problem: str = "which is not installed") -> None:
-        self.package = package
         super().__init__(f"this needs the package {package}, {problem}" + (f": {remedy}" if remedy else ""))
 
 
@@ -138,8 +106,6 @@ class TierTypeError(StoreError):
     """A type of tier that cannot be used. ``problem`` follows its name in the sentence."""
 
     def __init__(self, name: str, problem: str) -> None:
-        self.name = name
-        self.problem = problem
         super().__init__(f"the tier type {name!r} {problem}")
 
 
@@ -147,7 +113,6 @@ class StoreSetupError(StoreError):
     """A tier that cannot start, with the place and the reason."""
 
     def __init__(self, store: str, reason: str, remedies: Sequence[str] = ()) -> None:
-        self.store = store
         self.reason = reason
         sentence = f"tier {store!r} cannot start: {reason}"
         if remedies:

@@ -36,6 +36,8 @@ FORMER = {
     ),
     "test_where_sglang_cannot_be_imported_nothing_is_said_against_the_extension": _BUILD,
     "test_a_build_that_hangs_is_given_up": _BUILD,
+    "test_the_drawing_is_the_tree": "errors are not drawn: their classes say it",
+    "test_every_error_says_what_it_is": "-> test_every_error_is_of_our_base_and_says_what_it_is",
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"
     ),
