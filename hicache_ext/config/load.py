@@ -53,7 +53,7 @@ def read_document(source: Source) -> Mapping[str, Any]:
 
 def check_document(document: Mapping[str, Any]) -> ExtraConfig:
     """``document`` checked and resolved on this node."""
-    if errors := list(keys_that_are_not_text(document)):
+    if errors := list(misread(document)):
         raise config_error(errors)
     try:
         checked = ExtraConfig.model_validate(dict(document))
@@ -115,27 +115,29 @@ def read_text(text: str, name: str, parse: Callable[[str, str], object] | None =
         raise ConfigError(name, "is empty")
     if not isinstance(document, dict):
         raise ConfigError(name, f"holds {kind_of(document)}, not a mapping")
+    if errors := list(misread(document)):
+        raise config_error(errors)
     return document
 
 
-def keys_that_are_not_text(document: Mapping[Any, Any]) -> Iterator[ConfigError]:
-    """One error for every key that YAML read as something else than text (on, 1, 2024-01-01)."""
-    waiting: list[tuple[tuple[str | int, ...], object]] = [((), document)]
+def misread(document: Mapping[Any, Any]) -> Iterator[ConfigError]:
+    """One error for everything that YAML reads otherwise than it is meant, in the order of the file: keys that are no
+    text (on, 1, 2024-01-01), and numbers that it does not read in base 10."""
+    waiting: list[tuple[tuple[Any, ...], object]] = [((), document)]
     seen: set[int] = set()
     while waiting:
         location, value = waiting.pop()
-        if id(value) in seen:  # an alias, maybe to its own parent
-            continue
-        if isinstance(value, Mapping):
+        if isinstance(value, yaml.ScalarNode):
+            # The number is not shown: it may be a secret.
+            problem = f"YAML reads this number in {'base 60' if ':' in value.value else 'octal'}"
+            yield ConfigError(key_path(location), problem, _NUMBER_ALLOWED)
+        elif isinstance(value, Mapping | list) and id(value) not in seen:  # an alias, maybe to its own parent
             seen.add(id(value))
-            for key, below in value.items():
-                if isinstance(key, str):
-                    waiting.append(((*location, key), below))
-                else:
+            pairs = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+            for key, _ in pairs if isinstance(value, Mapping) else ():
+                if not isinstance(key, str):
                     yield ConfigError(key_path(location), f"{shown(key)} is used as a key; put it in quotes", "text")
-        elif isinstance(value, list):
-            seen.add(id(value))
-            waiting.extend(((*location, position), below) for position, below in enumerate(value))
+            waiting += [((*location, key), below) for key, below in reversed(pairs) if isinstance(key, str | int)]
 
 
 def _parse_json(text: str, name: str) -> object:
@@ -172,25 +174,43 @@ def _parse_toml(text: str, name: str) -> object:
         raise ConfigError(name, "not valid TOML: a number or date is out of range") from None
 
 
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses keys that are written twice in one mapping, of which YAML takes the last, and leaves the node in
+    place of a number that YAML 1.1 reads in octal or base 60: ``ttl: 010`` would be 8 seconds, ``ttl: 1:30`` 90."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    first = lines[key.value]
+                    raise ConfigError("", f"the key {quoted(key.value)} in line {line} is already set in line {first}")
+                lines[key.value] = line
+        return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> object:
+        if ":" in node.value or _OCTAL.fullmatch(node.value):
+            return node
+        return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+
+
+for _kind in ("int", "float"):
+    _YamlLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _YamlLoader.construct_number)
+
+
 def _parse_yaml(text: str, name: str) -> object:
     try:
-        loader = yaml.SafeLoader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _refuse_what_yaml_misreads(node, name)
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        return yaml.load(text, _YamlLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}" if mark else ""
         raise ConfigError(name, f"not valid YAML{where}: {_without_words(error.problem or '')}") from None
     except yaml.YAMLError:
         raise ConfigError(name, "not valid YAML: it holds characters that YAML does not allow") from None
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(name, error.problem) from None
     except ValueError:
         raise ConfigError(name, "not valid YAML: a number or date is out of range") from None
 
@@ -200,46 +220,8 @@ def _without_words(problem: str) -> str:
     return _QUOTED_WORD.sub(lambda word: word.group() if _PUNCTUATION.fullmatch(word[1]) else "", problem)
 
 
-def _refuse_what_yaml_misreads(root: yaml.Node, name: str) -> None:
-    """Raise ConfigError for keys that are written twice in one mapping, of which YAML takes the last, and for numbers
-    that YAML 1.1 reads in octal or base 60: ``ttl: 010`` would be 8 seconds, ``ttl: 1:30`` 90."""
-    waiting: list[tuple[tuple[str | int, ...], yaml.Node]] = [((), root)]
-    seen = set[int]()
-    misread: list[tuple[int, ConfigError]] = []
-    while waiting:
-        location, node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting.extend(((*location, position), below) for position, below in enumerate(node.value))
-        elif isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":merge"):
-                    waiting.append((location, value))
-                    continue
-                waiting.append(((*location, key.value), value))
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    problem = f"the key {quoted(key.value)} in line {line} is already set in line {lines[key.value]}"
-                    raise ConfigError(name, problem)
-                lines[key.value] = line
-        elif node.tag.endswith((":int", ":float")) and (base := _base_of(node.value)):
-            # The number is not shown: it may be a secret.
-            problem = f"YAML reads this number in {base}"
-            misread.append((node.start_mark.index, ConfigError(key_path(location), problem, _NUMBER_ALLOWED)))
-    if misread:
-        raise config_error([error for _, error in sorted(misread, key=lambda found: found[0])])
-
-
 _NUMBER_ALLOWED = "a decimal number without a leading 0, one with a unit such as 90s, or text in quotes"
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
-
-
-def _base_of(number: str) -> str:
-    """The base in which YAML 1.1 reads a number that looks decimal; empty where it is decimal, or says its base."""
-    return "base 60" if ":" in number else "octal" if _OCTAL.fullmatch(number) else ""
 
 
 _PARSERS: dict[str, Callable[[str, str], object]] = {

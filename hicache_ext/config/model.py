@@ -272,15 +272,9 @@ _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' 
 _NAMES_ALLOWED = "a list of tier names"
 _INTERFACE_ALLOWED = "1 or true"
 _INTERFACE_REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
-_DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
-_DTYPE_ALLOWED = "a logical dtype such as bfloat16 or fp8_e4m3"
-_SHORT_DTYPES = {
-    "auto": "leave the key out to use the dtype that SGLang runs with",
-    "bf16": "write bfloat16",
-    "fp16": "write float16",
-    "half": "write float16",
-    "fp8": "write fp8_e4m3 or fp8_e5m2",
-}
+# Not a short one: bf16 and bfloat16 would be two identities, and fp8 could be either of two.
+_DTYPE = re.compile(r"(?!(?:auto|bf16|fp16|half|fp8)$)[a-z][a-z0-9_]*", re.ASCII)
+_DTYPE_ALLOWED = "the whole name of a dtype, such as bfloat16, float16, fp8_e4m3 or fp8_e5m2"
 
 
 def _text(value: object) -> str:
@@ -302,10 +296,8 @@ def _weights_epoch(value: object) -> str:
 
 def _dtype(value: object) -> str:
     text = _text(value)
-    if text in _SHORT_DTYPES:
-        raise ConfigError("", f"{shown(value)} is not the name of one dtype; {_SHORT_DTYPES[text]}", _DTYPE_ALLOWED)
     if not _DTYPE.fullmatch(text):
-        raise refuse(value, _DTYPE_ALLOWED)
+        raise refuse(value)
     return text
 
 

@@ -344,8 +344,8 @@ WRONG_FILES = [
     section(
         "a short dtype",
         f"tiers: {{{NVME}}}\nkv_dtype: fp8",
-        "hicache_ext.kv_dtype: the text 'fp8' is not the name of one dtype; write fp8_e4m3 or fp8_e5m2; "
-        "allowed: a logical dtype such as bfloat16 or fp8_e4m3",
+        "hicache_ext.kv_dtype: the text 'fp8' is not accepted; "
+        "allowed: the whole name of a dtype, such as bfloat16, float16, fp8_e4m3 or fp8_e5m2",
     ),
     # A tier
     section(
