@@ -386,7 +386,8 @@ class PageStoreTests(PageStoreCases):
         ours, theirs = page_keys(20), page_keys(20, "theirs")
         store_pages(store, ours, _SIZES)
         settle(store)
-        seen = in_another_process(medium, partial(_look_and_store, ours, theirs), patience=self.patience)
+        with another_process(medium, partial(_look_and_store, ours, theirs), self.patience) as (_, hear):
+            seen = hear()
         assert seen == [medium.between_processes] * 20
         assert store.contains(theirs) == seen
         assert store.count_leading(theirs) == sum(seen)
@@ -418,11 +419,9 @@ class PageStoreTests(PageStoreCases):
         keys, theirs = page_keys(20), page_keys(5, identity=OTHER_IDENTITY)
         store_pages(store, keys + theirs, _SIZES)
         settle(store)
-        with another_process(medium, _clear_and_wait, patience=self.patience) as (process, connection):
-            assert connection.poll(self.patience), "the other process has not cleared"
-            answer = connection.recv()
+        with another_process(medium, _clear_and_wait, self.patience) as (process, hear):
+            assert hear() == 1
             process.kill()
-        assert answer == 1, f"in the other process:\n{answer}"
         possible = {GetResult.MISS} if medium.clears_at_once else {GetResult.MISS, GetResult.HIT}
         assert set(assert_whole(store, keys, _SIZES)) <= possible, "a page from before clear() is back"
         assert all(result.durable for result in store_pages(store, keys, _SIZES))
@@ -439,17 +438,12 @@ class PageStoreTests(PageStoreCases):
     def _killed_while_it_writes(self, medium: Medium, name: str, chance: random.Random) -> list[bytes]:
         """The pages that a writer had stored by its own account when it was killed in the middle of a batch."""
         durable: list[bytes] = []
-        with another_process(medium, partial(_write_batches, name), patience=self.patience) as (process, connection):
-            begun = time.monotonic()
-            for batch in range(_BATCHES):
+        with another_process(medium, partial(_write_batches, name), self.patience) as (process, hear):
+            took = 0.0
+            for _ in range(_BATCHES):
                 begun = time.monotonic()
-                connection.send(batch)
-                assert connection.poll(self.patience), "the other process does not write"
-                answer = connection.recv()
-                assert isinstance(answer, list), f"in the other process:\n{answer}"
-                durable += answer
-            took = time.monotonic() - begun
-            connection.send(_BATCHES)
+                durable += hear()
+                took = time.monotonic() - begun
             time.sleep(took * chance.uniform(0.1, 0.9))
             process.kill()
         return durable
@@ -459,77 +453,73 @@ def _batch(name: str, number: int) -> list[bytes]:
     return page_keys(8, f"{name}-{number}")
 
 
-def _look_and_store(theirs: list[bytes], ours: list[bytes], store: PageStore, connection: Connection) -> list[bool]:
+def _look_and_store(theirs: list[bytes], ours: list[bytes], store: PageStore) -> Iterator[list[bool]]:
     """Which of their pages are there; those that are have to be whole. Then ours are."""
     results = assert_whole(store, theirs, _SIZES)
     present = store.contains(theirs)
     assert [result is GetResult.HIT for result in results] == present
     assert all(result.durable for result in store_pages(store, ours, _SIZES))
     settle(store)
-    return present
+    yield present
 
 
-def _clear_and_wait(store: PageStore, connection: Connection) -> None:
-    connection.send(store.clear([IDENTITY]))
-    connection.recv()
+def _clear_and_wait(store: PageStore) -> Iterator[int]:
+    yield store.clear([IDENTITY])
+    threading.Event().wait()
 
 
-def _write_batches(name: str, store: PageStore, connection: Connection) -> None:
-    """Write a batch whenever the test says so; never ends."""
+def _write_batches(name: str, store: PageStore) -> Iterator[list[bytes]]:
+    """Write a batch after the other; never ends."""
     for number in itertools.count():
-        connection.recv()
         keys = _batch(name, number)
         results = store_pages(store, keys, _SIZES)
-        connection.send([key for key, result in zip(keys, results, strict=True) if result.durable])
+        yield [key for key, result in zip(keys, results, strict=True) if result.durable]
 
 
 # -- another process over the same medium ------------------------------------------------------------------------------
 
-Work = Callable[[PageStore, Connection], Any]
-"""What the other process does: a function of a module, with its store and the way to talk to the test."""
-
-
-def in_another_process(medium: Medium, work: Work, *, patience: float) -> Any:
-    """What ``work`` returns over a store that another process opens. Fails with its traceback when it raises."""
-    with another_process(medium, work, patience=patience) as (_, connection):
-        assert connection.poll(patience), f"the other process has not answered after {patience:g} s"
-        try:
-            done, answer = connection.recv()
-        except EOFError:
-            pytest.fail(f"the other process died; {type(medium).__name__} has to be one that can be pickled")
-    assert done, f"in the other process:\n{answer}"
-    return answer
+Work = Callable[[PageStore], Iterator[Any]]
+"""What the other process does with its store: a generator function of a module."""
 
 
 @contextmanager
-def another_process(medium: Medium, work: Work, *, patience: float) -> Iterator[tuple[Any, Connection]]:
-    """The process that does ``work`` and the connection to it; killed at the end if it still runs."""
+def another_process(
+    medium: Medium, work: Work, patience: float
+) -> Iterator[tuple[multiprocessing.Process, Callable[[], Any]]]:
+    """The process that does ``work``, and what answers the next of what it yields, or fails with its traceback. It is
+    killed at the end if it still runs."""
     context: Any = multiprocessing.get_context(medium.start_method)
     if medium.start_method == "forkserver":
         # Imported once, not by every process. The server itself opens nothing and has one thread.
         context.set_forkserver_preload([__name__, type(medium).__module__])
-    ours, theirs = context.Pipe()
+    ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(medium, work, theirs), daemon=True)
     process.start()
     theirs.close()
+
+    def hear() -> Any:
+        assert ours.poll(patience), f"the other process has not answered after {patience:g} s"
+        try:
+            done, answer = ours.recv()
+        except EOFError:
+            pytest.fail(f"the other process died; {type(medium).__name__} has to be one that can be pickled")
+        assert done, f"in the other process:\n{answer}"
+        return answer
+
     try:
-        yield process, ours
+        yield process, hear
     finally:
         process.join(1.0)
-        if process.is_alive():
-            process.kill()
+        process.kill()
         process.join(patience)
         ours.close()
 
 
 def _run(medium: Medium, work: Work, connection: Connection) -> None:
     try:
-        store = medium.open()
-        try:
-            answer = work(store, connection)
-        finally:
-            store.close()
-        connection.send((True, answer))
+        with closing(medium.open()) as store:
+            for answer in work(store):
+                connection.send((True, answer))
     except BaseException:  # noqa: BLE001 - reported by the test
         with suppress(OSError):
             connection.send((False, traceback.format_exc()))
