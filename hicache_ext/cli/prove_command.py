@@ -376,37 +376,35 @@ def prove(
     say: Callable[[str], None] = print,
 ) -> Proof:
     """Ask prompts, and compare. Flushes the server's caches, and writes to its storage. Raises ServerError, OSError."""
-    info = json.loads(server.get("/server_info"))
+    salt = f"hicache-ext-prove-{random.SystemRandom().getrandbits(64):x}"
+    asked = _Asked(server, salt)
+    info = asked.info
     proof = Proof(_facts(server, info))
     if not any(proof.facts[name] for name in ("storage", "linker")):
         raise ServerError("this server has no storage: it was started without --hicache-storage-backend")
-    page = int(info["page_size"])
-    salt = f"hicache-ext-prove-{random.SystemRandom().getrandbits(64):x}"
-    source = _Text(server, info, random.Random(salt))
-    longest = source.longest()
-    prompts = [source.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
-    prompts = prompts or [source.prompt(longest)]
+    longest = asked.longest()
+    prompts = [asked.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
+    prompts = prompts or [asked.prompt(longest)]
     middle = min(prompts, key=lambda tokens: abs(len(tokens) - 2000))
     # Each prompt has a name of its own, so that they do not share what is restored; the adapter's is that of the same
     # prompt without it.
     names = {tokens: {"extra_key": f"{salt}-{at}"} for at, tokens in enumerate(prompts)}
     groups: list[tuple[str, list[Prompt]]]
     groups = [(f"{len(tokens):,} tokens", [(tokens, names[tokens])]) for tokens in prompts]
-    fit = max(1, min(AT_ONCE, source.longest(1) // (len(middle) + ANSWER)))
-    alone: list[Prompt] = [(source.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
+    fit = max(1, min(AT_ONCE, asked.longest(1) // (len(middle) + ANSWER)))
+    alone: list[Prompt] = [(asked.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
     groups.append((f"{fit} at once", alone))
     for adapter in (info.get("lora_paths") or ())[:1]:
         name = adapter.get("lora_name") if isinstance(adapter, dict) else adapter
         groups.append((f"adapter {name}", [(middle, {**names[middle], "lora_path": str(name)})]))
     if json.loads(server.get("/model_info")).get("has_image_understanding"):
-        about = source.about_an_image()
+        about = asked.about_an_image()
         try:
             server.chat(about, ANSWER, extra_key=f"{salt}-warm", timeout=_START_TIMEOUT)
             groups.append(("an image", [((), {"messages": about, "extra_key": f"{salt}-image"})]))
         except (ServerError, OSError, http.client.HTTPException) as error:
             proof.facts["not_tried"] = f"prompts with images ({shown_text(str(error).partition(chr(10))[0])})"
-    server.generate(source.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
-    asked = _Asked(server, salt, page, info)
+    server.generate(asked.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
     answers = []
     failed: Exception | None = None
     try:
@@ -463,22 +461,30 @@ def _facts(server: SglangClient, info: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, "kind": " ".join(model.get("architectures") or ()), "not_tried": None}
 
 
-class _Text:
-    """Prompts of the length that is wanted, out of our own texts: sentences in a random order."""
+class _Asked:
+    """Makes prompts of the lengths that are wanted, out of our own texts, sentences in a random order, and asks them of
+    a server, at the same time, under names that start with ``salt``. An equal salt makes equal prompts."""
 
-    def __init__(self, server: SglangClient, info: Mapping[str, Any], chance: random.Random) -> None:
-        self._server, self._info, self._chance = server, info, chance
+    def __init__(self, server: SglangClient, salt: str) -> None:
+        self._server, self._salt, self._chance = server, salt, random.Random(salt)
+        self._read: Sequence[float] = (0.0, 0.0, 0.0)
+        """What ``reads`` has to subtract."""
+        self.info: Mapping[str, Any] = json.loads(server.get("/server_info"))
         texts = tomllib.loads(Path(__file__).with_name("texts.toml").read_text("utf-8"))
         lines = [line for text in texts.values() for line in text.splitlines() if line.strip()]
-        self._texts = chance.sample(lines, min(len(lines), 60))
+        self._texts = self._chance.sample(lines, min(len(lines), 60))
         try:
-            self._lines = [self.tokens_of(line) for line in self._texts]
+            self._lines = [self._tokens_of(line) for line in self._texts]
         except ServerError:
             # A server without a tokenizer; every model has these tokens.
-            self._lines = [tuple(chance.randrange(250) for _ in range(20)) for _ in range(60)]
+            self._lines = [tuple(self._chance.randrange(250) for _ in range(20)) for _ in range(60)]
 
-    def tokens_of(self, text: str) -> tuple[int, ...]:
-        body = {"model": str(self._info.get("served_model_name") or self._info["model_path"]), "prompt": text}
+    @property
+    def page(self) -> int:
+        return int(self.info["page_size"])
+
+    def _tokens_of(self, text: str) -> tuple[int, ...]:
+        body = {"model": str(self.info.get("served_model_name") or self.info["model_path"]), "prompt": text}
         tokens = json.loads(self._server.request("POST", "/tokenize", body))["tokens"]
         return tuple(int(token) for token in tokens)
 
@@ -499,38 +505,26 @@ class _Text:
 
     def longest(self, margin: int = ANSWER + 8) -> int:
         """Return how many tokens of prompts the server has room for."""
-        states = [self._info, *self._info.get("internal_states", ())]
+        states = [self.info, *self.info.get("internal_states", ())]
         limits = [
             state[name] for state in states for name in ("max_total_num_tokens", "max_req_input_len", "context_length")
             if isinstance(state.get(name), int)
         ]  # fmt: skip
         return max(TAIL, min(limits, default=QUICK_LENGTHS[0]) - margin)
 
-
-@dataclass(slots=True)
-class _Asked:
-    """Asks prompts of a server, at the same time, under names that start with ``salt``."""
-
-    server: SglangClient
-    salt: str
-    page: int
-    info: Mapping[str, Any] = field(default_factory=dict)
-    read: Sequence[float] = (0.0, 0.0, 0.0)
-    """What ``reads`` had to subtract last."""
-
     def reads(self) -> Sequence[float]:
         """Return bytes that all tiers have read since the last call, seconds of their calls, and pages that a lossy
         codec gave back; 0 without ``--enable-metrics``."""
         if not self.info.get("enable_metrics"):
-            return self.read
+            return self._read
         time.sleep(_EXPORTED_WITHIN)
-        samples = read_samples(self.server.get("/metrics"))
+        samples = read_samples(self._server.get("/metrics"))
         of_all = [samples.by("tier", f"{PREFIX}bytes_total", reason="get")]
         of_all.append(samples.by("tier", f"{CALL_SECONDS}_sum", operation="get"))
         of_all.append(samples.by("tier", f"{PREFIX}lossy_total"))
-        before = self.read
-        self.read = [sum(count for tier, count in counts.items() if tier != "all") for counts in of_all]
-        return [now - then for now, then in zip(self.read, before, strict=True)]
+        before = self._read
+        self._read = [sum(count for tier, count in counts.items() if tier != "all") for counts in of_all]
+        return [now - then for now, then in zip(self._read, before, strict=True)]
 
     def compute(self, case: Case, prompts: Sequence[Prompt]) -> list[list[Generation]]:
         """Return what was computed, and what was answered from device memory: the latter in the shapes in which a
@@ -550,7 +544,7 @@ class _Asked:
         """Ask for what was computed until storage has all of it; every answer that used any of it is compared."""
         for wait in (0.0, *_WAITS):
             time.sleep(wait)
-            self.server.flush_cache()
+            self._server.flush_cache()
             answers = self.ask(prompts, "")
             read, seconds, lossy = self.reads()
             case.lossy |= lossy > 0
@@ -568,10 +562,10 @@ class _Asked:
     def ask(self, prompts: Sequence[Prompt], suffix: str) -> list[Generation]:
         def ask(prompt: Prompt) -> Generation:
             tokens, body = prompt[0], dict(prompt[1])
-            key = f"{body.pop('extra_key', self.salt)}{suffix}"
+            key = f"{body.pop('extra_key', self._salt)}{suffix}"
             if "messages" in body:
-                return self.server.chat(max_new_tokens=ANSWER, extra_key=key, timeout=900, **body)
-            return self.server.generate(
+                return self._server.chat(max_new_tokens=ANSWER, extra_key=key, timeout=900, **body)
+            return self._server.generate(
                 tokens,
                 ANSWER,
                 sampling={"ignore_eos": True},
@@ -600,22 +594,21 @@ def watch(server: SglangClient, share: float, *, say: Callable[[str], None]) -> 
     """Ask in turn prompts that are the same on every server of a model, and compare each that comes from storage, until
     one is DIFFERENT, also from what is computed twice more: then storage ends. Return it. Raises ServerError, OSError.
     """
-    info = json.loads(server.get("/server_info"))
-    proof = Proof(_facts(server, info))
-    source = _Text(server, info, random.Random("canary"))
-    lengths = [min(length, source.longest()) for length in QUICK_LENGTHS]
-    prompts = [source.prompt(lengths[at % len(lengths)]) for at in range(_CANARIES)]
+    asked = _Asked(server, "hicache-ext-canary")
+    proof = Proof(_facts(server, asked.info))
+    lengths = [min(length, asked.longest()) for length in QUICK_LENGTHS]
+    prompts = [asked.prompt(lengths[at % len(lengths)]) for at in range(_CANARIES)]
     for number in itertools.count():
         try:
             _wait_until_idle(server)
             started = time.monotonic()
             processes = _processes(server)  # others after a restart
-            case = _looked_at(server, int(info["page_size"]), prompts[number % len(prompts)])
+            case = _looked_at(asked, server, prompts[number % len(prompts)])
         except (ServerError, OSError, http.client.HTTPException) as error:
             say(shown_address(f"the server does not answer, which it has half an hour to do again: {error}"))
             time.sleep(_IDLE_EVERY)
             server.wait_until_ready(_START_TIMEOUT)
-            info = json.loads(server.get("/server_info"))
+            asked.info = json.loads(server.get("/server_info"))
             continue
         if case is not None:
             say(f"{_line(case)}: {case.verdict}")
@@ -627,11 +620,10 @@ def watch(server: SglangClient, share: float, *, say: Callable[[str], None]) -> 
     return proof
 
 
-def _looked_at(server: SglangClient, page: int, tokens: tuple[int, ...]) -> Case | None:
+def _looked_at(asked: _Asked, server: SglangClient, tokens: tuple[int, ...]) -> Case | None:
     """Return the comparison of one prompt; None where it did not come from storage."""
-    asked = _Asked(server, "hicache-ext-canary", page)
     answers = asked.ask([(tokens, {})], "")
-    if answers[0].cached.storage < (len(tokens) - TAIL) // page * page:
+    if answers[0].cached.storage < (len(tokens) - TAIL) // asked.page * asked.page:
         return None
     case = Case(f"{len(tokens):,} tokens", len(tokens), restored_tokens=answers[0].cached.storage)
     case.restored_seconds = answers[0].time_to_first_token
