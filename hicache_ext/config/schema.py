@@ -61,13 +61,15 @@ class ConfigModel(BaseModel):
     """A frozen mapping of known keys. A model says in class variables what pydantic cannot know.
 
     ``required_because`` gives the reason why a key must be there; ``removed`` names keys of former versions with what
-    decides instead; ``misplaced_key`` says where a key belongs that is known elsewhere.
+    decides instead; ``misplaced_key`` says where a key belongs that is known elsewhere; ``shows_values`` is false where
+    somebody may write a secret into any place.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, hide_input_in_errors=True, use_attribute_docstrings=True
     )
 
+    shows_values: ClassVar[bool] = True
     required_because: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, str]] = {}
 
@@ -151,7 +153,8 @@ def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
             problem += did_you_mean(field, model.model_fields)
         return ConfigError("", problem, listed(model.model_fields))
     nearest = did_you_mean(value, _words(model, field)) if isinstance(value, str) else ""
-    return ConfigError("", f"{shown(value, field)} is not accepted{nearest}", allowed_for(model, field))
+    told = shown(value, field) if model.shows_values else kind_of(value)
+    return ConfigError("", f"{told} is not accepted{nearest}", allowed_for(model, field))
 
 
 def _removed(model: type[ConfigModel]) -> dict[str, str]:

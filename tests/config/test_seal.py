@@ -24,6 +24,7 @@ KEY = "0123456789abcdef0123456789ABCDEF"
 KEYS = "a list of keys such as [{id: a, file: /etc/hicache/seal-a}], each with an id and one of file and env"
 REFERENCE = "{env: NAME} or {file: /path}"
 ID = "1 to 16 letters, digits, dots, dashes and underscores"
+NOT_ONE = "it is not exactly one key: one line of printable ASCII, without blanks or marks around it; allowed: one line"
 ONE = "keys: [{id: a, env: SEAL_A}]"
 
 
@@ -157,17 +158,17 @@ def test_a_key_that_is_not_there_or_too_short_stops_the_start(
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("\ufeff" + KEY, "it is not exactly one key: it has a byte order mark"),
-        (KEY + "\0", "it is not exactly one key: it has a NUL"),
-        (KEY + "\n\n", "it is not exactly one key: it has more than one line"),
-        (KEY + "\n" + KEY[::-1] + "\n", "it is not exactly one key: it has more than one line"),
-        ("\n" + KEY, "it is not exactly one key: it has more than one line"),
-        (" " + KEY, "it is not exactly one key: it has a blank at its beginning or its end"),
-        (KEY + "\t", "it is not exactly one key: it has a blank at its beginning or its end"),
-        (KEY[:16] + "\u200b" + KEY[16:], "it is not exactly one key: it has a character that cannot be seen"),
-        (KEY + "\ufe0f", "it is not exactly one key: it has a character that can be written in several ways"),
-        (KEY + "e\u0301", "it is not exactly one key: it has a character that can be written in several ways"),
-        (" " * 32, "it is not exactly one key: it has a blank at its beginning or its end"),
+        ("\ufeff" + KEY, NOT_ONE),
+        (KEY + "\0", NOT_ONE),
+        (KEY + "\n\n", NOT_ONE),
+        (KEY + "\n" + KEY[::-1] + "\n", NOT_ONE),
+        ("\n" + KEY, NOT_ONE),
+        (" " + KEY, NOT_ONE),
+        (KEY + "\t", NOT_ONE),
+        (KEY[:16] + "\u200b" + KEY[16:], NOT_ONE),
+        (KEY + "\ufe0f", NOT_ONE),
+        (KEY + "e\u0301", NOT_ONE),
+        (" " * 32, NOT_ONE),
         ("a" * 64, "the key can be guessed"),
         ("password" * 8, "the key can be guessed"),
         ("1234567890" * 4, "the key can be guessed"),
