@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,26 +78,17 @@ class Workload:
     """Length of an answer, from and to; the end-of-sequence token is ignored."""
     seed: int = 1
 
+    def system_prompt(self) -> list[int]:
+        return _said(random.Random(self.seed), self.system_tokens)
 
-@dataclass(slots=True)
-class Conversation:
-    """What one user and the server have said so far."""
+    def question(self, user: int, turn: int) -> tuple[list[int], int]:
+        """Return the new tokens of a user's turn, and how many to generate."""
+        generator = random.Random(f"{self.seed}/{user}/{turn}")
+        return _said(generator, generator.randint(*self.question_tokens)), generator.randint(*self.answer_tokens)
 
-    user: int
-    workload: Workload
-    tokens: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._say(random.Random(self.workload.seed), self.workload.system_tokens)
-
-    def ask(self, turn: int) -> int:
-        """Add the question of ``turn``. Return how many tokens to generate."""
-        generator = random.Random(f"{self.workload.seed}/{self.user}/{turn}")
-        self._say(generator, generator.randint(*self.workload.question_tokens))
-        return generator.randint(*self.workload.answer_tokens)
-
-    def _say(self, generator: random.Random, tokens: int) -> None:
-        self.tokens += [generator.randrange(_VOCABULARY) for _ in range(tokens)]
+def _said(generator: random.Random, tokens: int) -> list[int]:
+    return [generator.randrange(_VOCABULARY) for _ in range(tokens)]
 
 
 # -- whom it is said to ------------------------------------------------------------------------------------------------
@@ -124,7 +115,7 @@ def endpoint(text: str) -> Target:
 
 def converse(target: Target, workload: Workload, *, flush: bool = False, settle: float = 0.0) -> ArmResult:
     """Let all users ask, turn by turn: every user has had turn t before any has turn t + 1. Raises CommandError."""
-    conversations = [Conversation(user, workload) for user in range(workload.users)]
+    conversations = [workload.system_prompt() for _ in range(workload.users)]
     turns: list[list[Generation]] = []
     seconds = 0.0
     try:
@@ -137,13 +128,13 @@ def converse(target: Target, workload: Workload, *, flush: bool = False, settle:
 
             # First requests pay for what is connected, loaded and compiled once, a restore as well. They share nothing
             # with the users.
-            warm_up = Conversation(-1, Workload(system_tokens=512, seed=workload.seed + 1_000_000))
+            warm_up = Workload(system_tokens=512, seed=workload.seed + 1_000_000).system_prompt()
             for _ in range(2):
-                server.generate(warm_up.tokens, 4, sampling={"ignore_eos": True})
+                server.generate(warm_up, 4, sampling={"ignore_eos": True})
                 end_turn()
             for turn in range(workload.turns):
                 started = time.monotonic()
-                turns.append(_all_ask(server, conversations, turn))
+                turns.append(_all_ask(server, conversations, workload, turn))
                 seconds += time.monotonic() - started
                 end_turn()
     except (ServerError, OSError, ValueError, http.client.HTTPException) as error:
@@ -152,16 +143,18 @@ def converse(target: Target, workload: Workload, *, flush: bool = False, settle:
     return ArmResult(target.name, [turns], seconds)
 
 
-def _all_ask(server: Any, conversations: Sequence[Conversation], turn: int) -> list[Generation]:
-    """Have every user take this turn, all at the same time. Raises the first error."""
+def _all_ask(server: Any, conversations: Sequence[list[int]], workload: Workload, turn: int) -> list[Generation]:
+    """Have every user take this turn, all at the same time; ``conversations``: the tokens that each user and the server
+    have said so far. Raises the first error."""
     answers: dict[int, Generation] = {}
     errors: list[Exception] = []
 
     def talk(user: int) -> None:
-        tokens = conversations[user].ask(turn)
+        question, tokens = workload.question(user, turn)
+        conversations[user].extend(question)
         try:
-            answers[user] = server.generate(conversations[user].tokens, tokens, sampling={"ignore_eos": True})
-            conversations[user].tokens += answers[user].output_ids
+            answers[user] = server.generate(conversations[user], tokens, sampling={"ignore_eos": True})
+            conversations[user].extend(answers[user].output_ids)
         except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
             errors.append(error)
 

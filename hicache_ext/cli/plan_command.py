@@ -13,7 +13,7 @@ from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
 from hicache_ext.plan.fleet import ROUTERS, Fleet
-from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, PrefillRate, estimated, given_size, read_model
+from hicache_ext.plan.model import PEAK_TFLOPS, ModelSize, estimated, given_size, read_model
 from hicache_ext.plan.report import POOL_NODE, configuration, page_of, plan_of, pool_nodes
 from hicache_ext.plan.traces import Trace, generate, parse_workload, read_trace
 
@@ -138,13 +138,13 @@ def _model(arguments: argparse.Namespace) -> ModelSize:
     return given_size(arguments.token_bytes, arguments.tp)
 
 
-def _rate(arguments: argparse.Namespace, model: ModelSize) -> PrefillRate | None:
+def _rate(arguments: argparse.Namespace, model: ModelSize) -> tuple[float, str] | None:
     if arguments.prefill_rate is not None and arguments.gpu is not None:
         raise ConfigError("--gpu", "cannot be combined with --prefill-rate", "one of them")
     if arguments.prefill_rate == 0:
         raise ConfigError("--prefill-rate", "is 0", "tokens per second, above 0")
     if arguments.prefill_rate is not None:
-        return PrefillRate(arguments.prefill_rate, "as given")
+        return arguments.prefill_rate, "as given"
     return None if arguments.gpu is None else estimated(arguments.gpu, arguments.gpus or arguments.tp, model)
 
 

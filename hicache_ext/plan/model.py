@@ -163,21 +163,14 @@ PEAK_TFLOPS = {
 """GPU -> 10^12 operations per second, and where the figure is from. None is with sparsity: a prefill has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRate:
-    """Tokens per second of one node, and where that is known from."""
-
-    tokens_per_second: float
-    source: str
-
-
-def estimated(gpu: str, gpus: int, model: ModelSize) -> PrefillRate:
-    """Two operations for each parameter that a token passes through; attention to earlier tokens is left out, so long
-    prompts take longer. Raises ConfigError where the GPU or the parameters are not known."""
+def estimated(gpu: str, gpus: int, model: ModelSize) -> tuple[float, str]:
+    """Tokens per second of a node, and where that is known from: two operations for each parameter that a token passes
+    through; attention to earlier tokens is left out, so long prompts take longer. Raises ConfigError where the GPU or
+    the parameters are not known."""
     if gpu.lower() not in PEAK_TFLOPS:
         raise ConfigError("--gpu", f"{gpu!r} is not in the table", f"{', '.join(PEAK_TFLOPS)}, or --prefill-rate")
     if not model.active_parameters:
         raise ConfigError("--gpu", "the parameters of the model are not known", "--prefill-rate in tokens per second")
     peak, source = PEAK_TFLOPS[gpu.lower()]
     rate = gpus * peak * 1e12 * UTILISATION / (2 * model.active_parameters)
-    return PrefillRate(rate, f"estimate: {gpus} x {peak:g} TFLOPS ({source}), {UTILISATION:.0%} of it assumed")
+    return rate, f"estimate: {gpus} x {peak:g} TFLOPS ({source}), {UTILISATION:.0%} of it assumed"

@@ -10,7 +10,7 @@ import numpy as np
 
 from hicache_ext.config import ExtraConfig
 from hicache_ext.plan.fleet import COMPUTED, NEAR, POOL, WRITTEN_NEAR, WRITTEN_POOL, Fleet, Outcome, simulate
-from hicache_ext.plan.model import ModelSize, PrefillRate
+from hicache_ext.plan.model import ModelSize
 from hicache_ext.plan.traces import Trace
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -24,10 +24,10 @@ POOL_NODE = 500 * 10**9
 
 
 def plan_of(
-    hardware: argparse.Namespace, trace: Trace, model: ModelSize, rate: PrefillRate | None, fleet: Fleet
+    hardware: argparse.Namespace, trace: Trace, model: ModelSize, rate: tuple[float, str] | None, fleet: Fleet
 ) -> dict[str, Any]:
     """All figures, as ``--json`` prints them: bytes, seconds, shares from 0 to 1. ``hardware``: the options of the
-    command, as numbers; 0 is not given."""
+    command, as numbers; 0 is not given. ``rate``: tokens per second of one node, and where that is known from."""
     block_bytes = model.token_bytes * trace.block_tokens
     outcome = simulate(trace, fleet)
     seconds = max(trace.seconds, 1.0)
@@ -146,19 +146,23 @@ def _network(outcome: Outcome, trace: Trace, hardware: argparse.Namespace, block
 
 
 def _prefill(
-    hardware: argparse.Namespace, model: ModelSize, known: PrefillRate | None, tokens: dict[str, int], per_hour: float
+    hardware: argparse.Namespace,
+    model: ModelSize,
+    known: tuple[float, str] | None,
+    tokens: dict[str, int],
+    per_hour: float,
 ) -> dict[str, Any] | None:
     """Seconds of prefill that hits save in an hour, less the time to read them where that is known."""
     if known is None:
         return None
-    rate, size = known.tokens_per_second, model.token_bytes
+    (rate, source), size = known, model.token_bytes
     saved = (tokens["disk"] + tokens["pool"]) / rate * per_hour
     reading = 0.0
     for name, speed in (("disk", hardware.disk_speed), ("pool", hardware.pool_speed)):
         reading += tokens[name] * size / speed * per_hour if speed else 0.0
     return {
         "tokens_per_second": rate,
-        "source": known.source,
+        "source": source,
         "computed_seconds_per_hour": tokens["computed"] / rate * per_hour,
         "saved_seconds_per_hour": saved,
         "reading_seconds_per_hour": reading,

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import bench_multiturn
 from hicache_ext.bench import multiturn
-from hicache_ext.bench.multiturn import ArmResult, Conversation, Target, Workload, cached_shares, converse, tables
+from hicache_ext.bench.multiturn import ArmResult, Target, Workload, cached_shares, converse, tables
 from hicache_ext.cli.main import main, without_traceback
 from hicache_ext.testing import small_model
 from hicache_ext.testing.client import CachedTokens, Generation, SglangClient
@@ -70,12 +70,8 @@ def endpoint(name: str, url: str) -> Target:
 def test_equal_seeds_give_equal_conversations_and_other_seeds_others() -> None:
     def prompts(seed: int) -> list[list[int]]:
         workload = Workload(users=2, seed=seed)
-        conversations = [Conversation(user, workload) for user in range(2)]
-        for conversation in conversations:
-            for turn in range(3):
-                conversation.ask(turn)
-                conversation.tokens += (1, 2)
-        return [conversation.tokens for conversation in conversations]
+        asked = [[workload.question(user, turn)[0] for turn in range(3)] for user in range(2)]
+        return [[*workload.system_prompt(), *itertools.chain(*questions)] for questions in asked]
 
     assert prompts(1) == prompts(1) != prompts(2)
     first, second = prompts(1)
