@@ -68,7 +68,7 @@ class Request(NamedTuple):
 
     moment: float
     """Seconds."""
-    chain: Sequence[int]
+    chain: Sequence[int] | npt.NDArray[np.uint64]
     prompt: int | None = None
     """Tokens; None: those of its blocks."""
     output: int = 0
@@ -76,12 +76,22 @@ class Request(NamedTuple):
     """The conversation, by whatever name."""
 
 
-def made_of(name: str, requests: Iterable[Request], block_tokens: int) -> Trace:
-    """A trace of these requests, put in the order of their times."""
+def made_of(
+    name: str,
+    requests: Iterable[Request],
+    block_tokens: int,
+    remarks: tuple[str, ...] = (),
+    names: npt.NDArray[np.uint64] | None = None,
+) -> Trace:
+    """A trace of these requests, put in the order of their times. ``names``: all blocks that they have, in order, where
+    all chains together are many times as many."""
     ordered = sorted(requests, key=lambda request: request.moment)
-    lengths = np.array([len(request.chain) for request in ordered], np.int64)
-    flat = np.fromiter((block for request in ordered for block in request.chain), np.uint64, int(lengths.sum()))
-    dense = np.unique(flat, return_inverse=True)[1].astype(np.int32) if len(flat) else np.zeros(0, np.int32)
+    chains = [np.asarray(request.chain, np.uint64) for request in ordered]
+    offsets = np.cumsum([0, *map(len, chains)], dtype=np.int64)
+    names = np.unique(np.concatenate([*chains, np.zeros(0, np.uint64)])) if names is None else names
+    blocks = np.empty(offsets[-1], np.int32)
+    for chain, (begin, end) in zip(chains, itertools.pairwise(offsets.tolist()), strict=True):
+        blocks[begin:end] = np.searchsorted(names, chain)
     moments = np.array([request.moment for request in ordered], np.float64)
     prompts = [len(one.chain) * block_tokens if one.prompt is None else one.prompt for one in ordered]
     outputs = np.array([request.output for request in ordered], np.int64)
@@ -89,12 +99,8 @@ def made_of(name: str, requests: Iterable[Request], block_tokens: int) -> Trace:
     sessions = None
     if all(request.session is not None for request in ordered):
         sessions = np.array([numbers.setdefault(request.session, len(numbers)) for request in ordered], np.int64)
-    offsets, since = _offsets(lengths), moments - moments[:1]
-    return Trace(name, since, offsets, dense, np.array(prompts, np.int64), outputs, block_tokens, session=sessions)
-
-
-def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    since = moments - moments[:1]
+    return Trace(name, since, offsets, blocks, np.array(prompts, np.int64), outputs, block_tokens, remarks, sessions)
 
 
 def read_trace(path: str | os.PathLike[str], block_tokens: int | None = None) -> Trace:
@@ -136,45 +142,11 @@ def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
         remarks.append(f"{torn} of {len(files)} files end amid a block: what was being written when a process died")
     if len(salts) > 1:
         remarks.append(f"files have {len(salts)} different salts: pages of one never equal those of another")
-    moments = np.array([entry.moment for entry in entries])
-    order = np.argsort(moments, kind="stable")
-    lengths = np.array([entry.length for entry in entries], np.int64)
-    if (total := int(lengths.sum())) > MOST_BLOCKS:
+    if (total := sum(entry.length for entry in entries)) > MOST_BLOCKS:
         problem = f"asks for {total} pages in {len(entries)} requests, and a plan takes {MOST_BLOCKS}: take fewer files"
         raise RecordingError(name, problem)
-    prompt = [entry.length * size if entry.prompt is None else entry.prompt for entry in entries]
-    return Trace(
-        name,
-        moments[order] - moments[order[0]],
-        _offsets(lengths[order]),
-        _blocks_of(entries, lengths, order),
-        np.array(prompt, np.int64)[order],
-        np.zeros(len(entries), np.int64),
-        size,
-        tuple(remarks),
-    )
-
-
-def _blocks_of(
-    entries: Sequence[Entry], lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int32]:
-    """The chains in this order, as dense numbers. A chain is a copy of what an earlier one begins with, and what is
-    new."""
-    names = np.concatenate([entry.names for entry in entries])
-    dense = np.unique(names, return_inverse=True)[1].astype(np.int32)
-    begins = np.empty(len(entries), np.int64)
-    begins[order] = np.cumsum(lengths[order]) - lengths[order]
-    begin_of = dict(zip(map(id, entries), begins.tolist(), strict=True))
-    blocks = np.empty(int(lengths.sum()), np.int32)
-    taken = 0
-    for entry in entries:
-        begin, new = begin_of[id(entry)], len(entry.names)
-        middle = begin + entry.known
-        source = 0 if entry.before is None else begin_of[id(entry.before)]
-        blocks[begin:middle] = blocks[source : source + entry.known]
-        blocks[middle : middle + new] = dense[taken : taken + new]
-        taken += new
-    return blocks
+    requests = (Request(entry.moment, entry.chain, entry.prompt) for entry in entries)
+    return made_of(name, requests, size, tuple(remarks), np.unique(np.concatenate([entry.names for entry in entries])))
 
 
 def _of_json_lines(path: Path, block_tokens: int) -> Trace:
