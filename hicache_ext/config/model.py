@@ -124,10 +124,6 @@ _Endpoint = Annotated[
 class EventsConfig(ConfigModel):
     """``events``: on where it is there."""
 
-    required_because: ClassVar[Mapping[str, str]] = {
-        "endpoint": "required: where routers subscribe",
-        "replay_endpoint": "required: a router that missed an event could never be right again without it",
-    }
     removed: ClassVar[Mapping[str, str]] = {
         "interval": "the tiers are looked at every second, and less often where a look takes long"
     }
@@ -178,8 +174,6 @@ def _collector(value: object) -> str:
 class TracingConfig(ConfigModel):
     """``tracing``: on where it is there."""
 
-    required_because: ClassVar[Mapping[str, str]] = {"endpoint": "required: where spans go"}
-
     endpoint: Annotated[str, Allowed(COLLECTOR_ALLOWED, _collector)]
     """where spans go: the collector of SGLang's --enable-trace, or one of your own"""
 
@@ -190,8 +184,6 @@ _RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB
 
 class RecordConfig(ConfigModel):
     """``record``: on where it is there."""
-
-    required_because: ClassVar[Mapping[str, str]] = {"path": "required: the directory that recordings go to"}
 
     path: Annotated[str, Allowed("an absolute path", absolute_path)]
     """a directory for recordings alone; several processes may share it"""
@@ -270,8 +262,7 @@ class PdConfig(ConfigModel):
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' and '-'"
 _NAMES_ALLOWED = "a list of tier names"
-_INTERFACE_ALLOWED = "1 or true"
-_INTERFACE_REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
+_INTERFACE_ALLOWED = "1 or true, without which SGLang never uses the zero-copy calls that this backend serves"
 # Not a short one: bf16 and bfloat16 would be two identities, and fp8 could be either of two.
 _DTYPE = re.compile(r"(?!(?:auto|bf16|fp16|half|fp8)$)[a-z][a-z0-9_]*", re.ASCII)
 _DTYPE_ALLOWED = "the whole name of a dtype, such as bfloat16, float16, fp8_e4m3 or fp8_e5m2"
@@ -305,10 +296,8 @@ def _interface_v1(value: object) -> int:
     if value is True or (isinstance(value, int) and value == 1):
         return 1
     if isinstance(value, str):
-        problem = f"{shown(value)} is text, and SGLang takes any text, even '0', for on"
-    else:
-        problem = f"{shown(value)} is not accepted: {_INTERFACE_REASON}"
-    raise ConfigError("", problem, _INTERFACE_ALLOWED)
+        raise ConfigError("", f"{shown(value)} is text, and SGLang takes any text, even '0', for on", "")
+    raise refuse(value)
 
 
 def _check_tier_name(name: str) -> str:
@@ -610,8 +599,6 @@ class ExtraConfig(ConfigModel):
     SGLang takes its own keys out before the backend sees the document on a prefill node, and leaves them in on a decode
     node; they are None here where they are absent.
     """
-
-    required_because: ClassVar[Mapping[str, str]] = {"interface_v1": f"required: {_INTERFACE_REASON}"}
 
     backend_name: Literal["hicache_ext"]
     module_path: Literal["hicache_ext.storage.backend"]

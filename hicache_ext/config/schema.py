@@ -60,9 +60,8 @@ def true_or_false(value: object) -> bool:
 class ConfigModel(BaseModel):
     """A frozen mapping of known keys. A model says in class variables what pydantic cannot know.
 
-    ``required_because`` gives the reason why a key must be there; ``removed`` names keys of former versions with what
-    decides instead; ``misplaced_key`` says where a key belongs that is known elsewhere; ``shows_values`` is false where
-    somebody may write a secret into any place.
+    ``removed`` names keys of former versions with what decides instead; ``misplaced_key`` says where a key belongs that
+    is known elsewhere; ``shows_values`` is false where somebody may write a secret into any place.
     """
 
     model_config = ConfigDict(
@@ -70,7 +69,6 @@ class ConfigModel(BaseModel):
     )
 
     shows_values: ClassVar[bool] = True
-    required_because: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -144,7 +142,7 @@ def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
     if not location:
         return ConfigError("", f"{kind_of(value)} is not accepted", "a mapping with " + listed(model.model_fields))
     if kind == "missing":
-        return ConfigError("", model.required_because.get(field, "required"), allowed_for(model, field))
+        return ConfigError("", "required", allowed_for(model, field))
     if field not in model.model_fields:
         if instead := _removed(model).get(field):
             return ConfigError("", f"there is no such key any more: {instead}; remove it")

@@ -214,7 +214,6 @@ def _keys(value: object) -> tuple[SealKeyReference, ...]:
 class SealConfig(ConfigModel):
     """``seal`` of one tier."""
 
-    required_because: ClassVar[Mapping[str, str]] = {"mode": "a seal needs a mode", "keys": "a seal needs a key"}
     shows_values: ClassVar[bool] = False
     removed: ClassVar[Mapping[str, str]] = {"write_with": "the first of keys writes, so put that one first"}
 

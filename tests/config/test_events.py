@@ -40,7 +40,7 @@ def test_every_role_of_a_file_has_it() -> None:
     ("events", "key", "problem"),
     [
         ({}, "endpoint", "required"),
-        ({"endpoint": "tcp://*:5657"}, "replay_endpoint", "required: a router that missed an event"),
+        ({"endpoint": "tcp://*:5657"}, "replay_endpoint", "required; allowed: tcp://"),
         ({**SOUND, "endpoint": "*:5657"}, "endpoint", "'\\*:5657' is not accepted"),
         ({**SOUND, "endpoint": "tcp://*:0"}, "endpoint", "is not accepted"),
         ({**SOUND, "endpoint": "tcp://*:65536"}, "endpoint", "is not accepted"),

@@ -38,8 +38,8 @@ WRONG = [
         "seal: true",
         f"{N}.seal: true or false is not accepted; allowed: a mapping with mode, keys",
     ),
-    seal("no keys", "mode: encrypt", f".keys: a seal needs a key; allowed: {KEYS}"),
-    seal("no mode", ONE, ".mode: a seal needs a mode; allowed: authenticate, encrypt"),
+    seal("no keys", "mode: encrypt", f".keys: required; allowed: {KEYS}"),
+    seal("no mode", ONE, ".mode: required; allowed: authenticate, encrypt"),
     seal(
         "a misspelt mode",
         f"mode: encrypted, {ONE}",

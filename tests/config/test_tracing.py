@@ -23,7 +23,7 @@ def test_sglangs_collector_or_the_address_of_one_is_taken(endpoint: str) -> None
 @pytest.mark.parametrize(
     ("tracing", "key", "problem"),
     [
-        ({}, "endpoint", "required: where spans go"),
+        ({}, "endpoint", "required; allowed: sglang"),
         ({"endpoint": "SGLang"}, "endpoint", "'SGLang' is not accepted"),
         ({"endpoint": "127.0.0.1:4317"}, "endpoint", "is not accepted"),
         ({"endpoint": "grpc://127.0.0.1:4317"}, "endpoint", "is not accepted"),

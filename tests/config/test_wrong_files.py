@@ -41,7 +41,7 @@ PATH = "an absolute path, or a list of them"
 BUDGET = "a size per day, hour or second, such as 20TiB/day or 200MB/s"
 TEMPLATES = "{hostname}, {env:NAME}, and {{ or }} for plain braces"
 TIERS = "a mapping of names to tiers, such as nvme: {type: file, path: /mnt/nvme0/hicache, capacity: 512GiB}"
-REASON = "without it SGLang never uses the zero-copy calls that this backend serves"
+INTERFACE = "1 or true, without which SGLang never uses the zero-copy calls that this backend serves"
 
 
 class Wrong(NamedTuple):
@@ -163,29 +163,29 @@ WRONG_FILES = [
         "class_name: the text 'HiCacheFile' is not accepted; allowed: HiCacheExtBackend",
         "class_name",
     ),
-    around("no interface_v1", "", f"interface_v1: required: {REASON}; allowed: 1 or true", "interface_v1"),
+    around("no interface_v1", "", f"interface_v1: required; allowed: {INTERFACE}", "interface_v1"),
     around(
         "interface_v1 0",
         "interface_v1: 0\n",
-        f"interface_v1: the number 0 is not accepted: {REASON}; allowed: 1 or true",
+        f"interface_v1: the number 0 is not accepted; allowed: {INTERFACE}",
         "interface_v1",
     ),
     around(
         "interface_v1 false",
         "interface_v1: false\n",
-        f"interface_v1: the value false is not accepted: {REASON}; allowed: 1 or true",
+        f"interface_v1: the value false is not accepted; allowed: {INTERFACE}",
         "interface_v1",
     ),
     around(
         "interface_v1 the text 0",
         "interface_v1: '0'\n",
-        "interface_v1: the text '0' is text, and SGLang takes any text, even '0', for on; allowed: 1 or true",
+        f"interface_v1: the text '0' is text, and SGLang takes any text, even '0', for on; allowed: {INTERFACE}",
         "interface_v1",
     ),
     around(
         "interface_v1 the text 1",
         "interface_v1: '1'\n",
-        "interface_v1: the text '1' is text, and SGLang takes any text, even '0', for on; allowed: 1 or true",
+        f"interface_v1: the text '1' is text, and SGLang takes any text, even '0', for on; allowed: {INTERFACE}",
         "interface_v1",
     ),
     around(

@@ -383,7 +383,7 @@ def test_a_reload_says_that_another_recording_begins_with_the_next_start(tmp_pat
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({}, r"record\.path: required: the directory that recordings go to"),
+        ({}, r"record\.path: required; allowed: an absolute path"),
         ({"path": "here"}, r"record\.path: .*'here' is not an absolute path"),
         ({"path": "/a", "size": "10KiB"}, r"record\.size: .*'10KiB' is less than 1MiB"),
         ({"pth": "/a"}, r"record\.pth: unknown key; did you mean 'path'"),
