@@ -145,31 +145,16 @@ class SglangClient:
         """Body of a GET request, for instance of ``/server_info`` or ``/metrics``."""
         return self.request("GET", path, timeout=timeout)
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 60,
-    ) -> str:
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout: float = 60) -> str:
         """Body of the answer to any request, for instance POST to ``/update_weights_from_disk``."""
-        with self._open(method, path, body, timeout, headers) as response:
+        with self._open(method, path, body, timeout) as response:
             return str(response.read(), "utf-8", "replace")
 
-    def _open(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        timeout: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> Any:
+    def _open(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         request = urllib.request.Request(
             self.url + path,
             data=None if body is None else json.dumps(body).encode(),
-            headers={**self._headers, **(headers or {})},
+            headers=self._headers,
             method=method,
         )
         try:

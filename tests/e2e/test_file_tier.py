@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from hicache_ext.errors import ServerError
-from hicache_ext.testing.client import Generation
+from hicache_ext.testing.client import Generation, SglangClient
 from tests.e2e.conftest import FIRST_PROMPT, file_tier_config
 from tests.e2e.modes import saw
 from tests.rigs.rig_server import RigServer
@@ -231,25 +231,25 @@ def test_storage_can_be_attached_cleared_and_detached_while_the_server_runs(
     with RigServer(
         tiny_model, log_file=tmp_path / "server.log", page_size=PAGE_SIZE, extra_arguments=("--admin-api-key", "key")
     ) as server:
-        admin = {"Authorization": "Bearer key"}
+        admin = SglangClient(server.url, {"Authorization": "Bearer key"})
 
         def flush() -> None:
-            server.request("POST", "/flush_cache?timeout=60", headers=admin)
+            admin.request("POST", "/flush_cache?timeout=60")
 
         with pytest.raises(ServerError, match="did you mean 'model'"):
-            server.request("PUT", "/hicache/storage-backend", body(typo), headers=admin)
-        server.request("PUT", "/hicache/storage-backend", body(config), headers=admin)
+            admin.request("PUT", "/hicache/storage-backend", body(typo))
+        admin.request("PUT", "/hicache/storage-backend", body(config))
         assert server.generate(PROMPT).cached_tokens == 0
         flush()
         assert server.generate(PROMPT).cached.storage == REUSABLE
         flush()
-        server.request("POST", "/hicache/storage-backend/clear", headers=admin)
+        admin.request("POST", "/hicache/storage-backend/clear")
         assert server.generate(PROMPT).cached_tokens == 0
         flush()
-        server.request("DELETE", "/hicache/storage-backend", headers=admin)
+        admin.request("DELETE", "/hicache/storage-backend")
         assert server.generate(PROMPT).cached_tokens == 0
         flush()
-        server.request("PUT", "/hicache/storage-backend", body(config), headers=admin)
+        admin.request("PUT", "/hicache/storage-backend", body(config))
         again = server.generate(PROMPT)
     assert again.cached.storage == REUSABLE
     assert again.output_ids == cold.output_ids
