@@ -42,7 +42,7 @@ from hicache_ext.bench.frame import (
     report,
 )
 from hicache_ext.cli.main import without_traceback
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.config.model import SECTION, ExtraConfig
 from hicache_ext.config.render import linker_config
 from hicache_ext.errors import CommandError

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import hicache_ext
-from hicache_ext.cli import stats_command
+from hicache_ext.cli import server_commands
 from hicache_ext.cli.main import main
-from hicache_ext.cli.stats_command import read_samples, table
+from hicache_ext.cli.server_commands import read_samples, table
 from hicache_ext.kernels.engine import Direction
 from hicache_ext.runtime.metrics import LATENCY_BOUNDS, TierMetrics
 from hicache_ext.storage.contract.reports import UNKNOWN
@@ -120,7 +120,7 @@ def test_a_table_of_two_looks_has_rates_and_survives_a_restart():
     line = 'hicache_ext_chain_pages_total{{tier="pool",reason="{}",tp_rank="0"}} {}\n'
     before = read_samples(line.format("asked", 100) + line.format("used", 50))
     after = read_samples(line.format("asked", 140) + line.format("used", 10))
-    after = stats_command.Samples(after.values, before.when + 4)
+    after = server_commands.Samples(after.values, before.when + 4)
     row = table(before, after)[3].split()
     assert row[:6] == ["pool", "-", "10", "0", "0", "0"]
 
@@ -153,10 +153,10 @@ def test_the_first_line_is_the_share_of_prompt_tokens_from_each_source():
 
 def test_the_first_line_of_two_looks_is_about_what_came_between_them():
     before, after = read_samples(TOKENS % (600, 400, 410, 90)), read_samples(TOKENS % (800, 400, 610, 90))
-    after = stats_command.Samples(after.values, before.when + 2)
+    after = server_commands.Samples(after.values, before.when + 2)
     first = table(before, after)[0]
     assert first.startswith("prompt tokens: 100.0 % from storage") and first.endswith("0.0 % computed (of 200)")
-    later = stats_command.Samples(after.values, after.when + 2)
+    later = server_commands.Samples(after.values, after.when + 2)
     assert table(after, later)[0] == "prompt tokens: no request has ended"
 
 
@@ -214,7 +214,7 @@ def test_the_figures_of_tenants_are_told_and_ranks_that_tell_of_one_directory_co
     )
     refused = 'hicache_ext_kv_hints_tenant_refused_total{tier="kv_hints",reason="team-a"} 3\n'
     samples = read_samples(text + refused + 'hicache_ext_tier_up{tier="disk"} 1\n')
-    found = stats_command.figures(None, samples)
+    found = server_commands.figures(None, samples)
     assert found["tiers"][0]["tenants"] == {
         "team-a": {"pages": 12, "bytes": 3_000_000, "read_pages": 8, "evicted_pages": 2, "refused_pages": 4}
     }
@@ -229,10 +229,10 @@ def test_what_counts_beside_the_tiers_is_no_tier_unless_a_user_has_one_of_that_n
     assert {"record", "events", "linker", "pull", "kernels"} < sources
     counted = "".join(f'hicache_ext_{name}_x_total{{tier="{name}",reason="x"}} 2\n' for name in sources)
     up = 'hicache_ext_tier_up{tier="disk"} 1\n'
-    found = stats_command.figures(None, read_samples(counted + up))
+    found = server_commands.figures(None, read_samples(counted + up))
     assert [tier["tier"] for tier in found["tiers"]] == ["disk"]
     assert found["beside"].keys() == sources
-    found = stats_command.figures(None, read_samples(counted + up + 'hicache_ext_tier_up{tier="record"} 1\n'))
+    found = server_commands.figures(None, read_samples(counted + up + 'hicache_ext_tier_up{tier="record"} 1\n'))
     assert [tier["tier"] for tier in found["tiers"]] == ["disk", "record"]
 
 
@@ -377,8 +377,8 @@ def test_every_metric_of_sglang_that_the_dashboard_uses_is_one_of_its_own():
     collector = (Path(found.origin).parent / "srt" / "observability" / "metrics_collector.py").read_text()
     text = (ROOT / "docs" / "grafana.json").read_text() + (ROOT / "docs" / "metrics.md").read_text()
     used = set(re.findall(r"sglang:\w+", text.replace("[:_]", ":"))) | {
-        stats_command.PROMPT_TOKENS,
-        stats_command.CACHED_TOKENS,
+        server_commands.PROMPT_TOKENS,
+        server_commands.CACHED_TOKENS,
     }
     assert len(used) >= 2
     assert {name for name in used if f'"{name}"' not in collector} == set()
@@ -389,7 +389,7 @@ def test_the_first_row_is_where_prompt_tokens_came_from_fill_age_and_up():
     panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
     first, *others = [panel for panel in panels if panel["gridPos"]["y"] == 0]
     expressions = " ".join(target["expr"] for target in first["targets"])
-    assert "cache_source" in expressions and stats_command.PROMPT_TOKENS.replace(":", "[:_]") in expressions
+    assert "cache_source" in expressions and server_commands.PROMPT_TOKENS.replace(":", "[:_]") in expressions
     (fill,), (age,), (up,) = [[target["expr"] for target in panel["targets"]] for panel in others]
     assert "used_bytes" in fill and "capacity_bytes" in fill and "evicted_age" in age and "tier_up" in up
 

@@ -38,8 +38,7 @@ from typing import Any
 
 from hicache_ext.cli.inputs import unusable_model
 from hicache_ext.cli.output import describe, show
-from hicache_ext.cli.reload_command import facts_of
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import facts_of, read_samples
 from hicache_ext.config import rounded_size
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError, ControlError, ServerError

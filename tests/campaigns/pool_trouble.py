@@ -25,7 +25,7 @@ from pathlib import Path
 import yaml
 
 from hicache_ext.cli.main import main as command
-from hicache_ext.cli.stats_command import Samples, read_samples
+from hicache_ext.cli.server_commands import Samples, read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.config.tier import READ_TIMEOUT
 from hicache_ext.runtime.commands import terminated_in_order

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hicache_ext.cli.main import main
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.testing.client import Generation
 from tests.e2e.conftest import LENGTH, file_tier_config, random_prompt
 from tests.rigs.rig_server import RigServer

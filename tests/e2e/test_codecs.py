@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.testing.server import SglangServer
 from hicache_ext.testing.small_model import arguments_to_serve, make_small_model
 from tests.e2e.conftest import file_tier_config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.config import ExtraConfig
 from hicache_ext.testing.client import Generation
 from hicache_ext.testing.server import SglangServer

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from hicache_ext.cli.main import main
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.testing.server import SglangServer
 from tests.e2e.conftest import LENGTH, file_tier_config, random_prompt
 from tests.storage.raw_access import stored_keys

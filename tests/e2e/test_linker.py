@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.config.model import SECTION
 from hicache_ext.config.render import linker_config
 from hicache_ext.errors import ServerError

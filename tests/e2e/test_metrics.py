@@ -12,7 +12,7 @@ import yaml
 
 import hicache_ext
 from hicache_ext.cli.main import main
-from hicache_ext.cli.stats_command import Samples, read_samples
+from hicache_ext.cli.server_commands import Samples, read_samples
 from hicache_ext.page.recording import SUFFIX, Entry, read_file
 from hicache_ext.storage.contract.registry import series_of_type
 from hicache_ext.storage.contract.reports import OF_EVERY_TIER, UNKNOWN

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from hicache_ext.cli.main import main
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ServerError
 from hicache_ext.page.hashes import page_hashes

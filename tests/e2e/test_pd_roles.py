@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hicache_ext.cli.stats_command import Samples, read_samples, table
+from hicache_ext.cli.server_commands import Samples, read_samples, table
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.testing.server import SglangServer

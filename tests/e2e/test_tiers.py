@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache_ext.cli.stats_command import read_samples
+from hicache_ext.cli.server_commands import read_samples
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.page.hashes import page_hashes
 from hicache_ext.testing.client import Generation
