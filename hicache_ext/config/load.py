@@ -89,28 +89,31 @@ _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a .json, .yaml, .yml or .toml file."""
-    name, parse = str(path), _PARSERS.get(path.suffix.lower())
+    name, language = str(path), _LANGUAGES.get(path.suffix.lower())
     # Not opened: it may be a pipe.
-    if parse is None and path.exists() and not path.is_dir():
+    if language is None and path.exists() and not path.is_dir():
         found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
         raise ConfigError(name, found, EXTENSIONS_ALLOWED)
     try:
         text = text_of(name, _LARGEST_FILE)
     except ConfigError as error:
         raise ConfigError(name, error.problem) from None
-    return read_text(text, name, parse)
+    return read_text(text, name, language)
 
 
-def read_text(text: str, name: str, parse: Callable[[str, str], object] | None = None) -> dict[str, Any]:
-    """The mapping in ``text``; without ``parse``, JSON if it starts with a brace and YAML otherwise."""
-    if parse is None:
-        parse = _parse_json if text.lstrip().startswith("{") else _parse_yaml
+def read_text(text: str, name: str, language: str | None = None) -> dict[str, Any]:
+    """The mapping in ``text``; without ``language``, JSON if it starts with a brace and YAML otherwise."""
+    language = language or ("JSON" if text.lstrip().startswith("{") else "YAML")
     if not text.strip():
         raise ConfigError(name, "is empty")
     try:
-        document = parse(text, name)
+        document = _PARSERS[language](text)
     except RecursionError:
         raise ConfigError(name, "is nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(name, error.problem) from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(name, f"not valid {language}{_what_is_wrong(error)}") from None
     if document is None:
         raise ConfigError(name, "is empty")
     if not isinstance(document, dict):
@@ -140,38 +143,37 @@ def misread(document: Mapping[Any, Any]) -> Iterator[ConfigError]:
             waiting += [((*location, key), below) for key, below in reversed(pairs) if isinstance(key, str | int)]
 
 
-def _parse_json(text: str, name: str) -> object:
+def _what_is_wrong(error: Exception) -> str:
+    """What a parser found, and where. Words of the text are not repeated: they may be secrets."""
+    if isinstance(error, json.JSONDecodeError):
+        return f" in line {error.lineno}: {error.msg}"
+    if isinstance(error, tomllib.TOMLDecodeError):
+        place = _TOML_PLACE.search(str(error))
+        where = f" in line {place[1]}" if place and place[1] else " at the end" if place else ""
+        return f"{where}: {_TOML_PLACE.sub('', str(error))}"
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        # Without the alias, tag or anchor that PyYAML quotes: ``password: *hunter2`` is an unknown alias.
+        problem = _QUOTED_WORD.sub(lambda word: word[0] if _PUNCTUATION.fullmatch(word[1]) else "", error.problem or "")
+        return f"{f' in line {mark.line + 1}' if mark else ''}: {problem}"
+    if isinstance(error, yaml.YAMLError):
+        return ": it holds characters that YAML does not allow"
+    return ": a number or date is out of range"
+
+
+def _json_of(text: str) -> object:
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ConfigError(name, f"the key {quoted(key)} is written twice in one mapping")
+                raise ConfigError("", f"the key {quoted(key)} is written twice in one mapping")
             found[key] = value
         return found
 
     def constant(word: str) -> NoReturn:
-        raise ConfigError(name, f"not valid JSON: {word} is not a number")
+        raise ConfigError("", f"not valid JSON: {word} is not a number")
 
-    try:
-        return json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        raise ConfigError(name, f"not valid JSON in line {error.lineno}: {error.msg}") from None
-    except ConfigError:
-        raise
-    except ValueError:
-        raise ConfigError(name, "not valid JSON: a number is too long") from None
-
-
-def _parse_toml(text: str, name: str) -> object:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        message = str(error)
-        place = _TOML_PLACE.search(message)
-        where = f" in line {place.group(1)}" if place and place.group(1) else " at the end" if place else ""
-        raise ConfigError(name, f"not valid TOML{where}: {_TOML_PLACE.sub('', message)}") from None
-    except ValueError:
-        raise ConfigError(name, "not valid TOML: a number or date is out of range") from None
+    return json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -200,33 +202,13 @@ for _kind in ("int", "float"):
     _YamlLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _YamlLoader.construct_number)
 
 
-def _parse_yaml(text: str, name: str) -> object:
-    try:
-        return yaml.load(text, _YamlLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" in line {mark.line + 1}" if mark else ""
-        raise ConfigError(name, f"not valid YAML{where}: {_without_words(error.problem or '')}") from None
-    except yaml.YAMLError:
-        raise ConfigError(name, "not valid YAML: it holds characters that YAML does not allow") from None
-    except ConfigError as error:
-        raise ConfigError(name, error.problem) from None
-    except ValueError:
-        raise ConfigError(name, "not valid YAML: a number or date is out of range") from None
-
-
-def _without_words(problem: str) -> str:
-    """PyYAML's ``problem`` without the alias, tag or anchor it quotes: ``password: *hunter2`` is an unknown alias."""
-    return _QUOTED_WORD.sub(lambda word: word.group() if _PUNCTUATION.fullmatch(word[1]) else "", problem)
-
-
 _NUMBER_ALLOWED = "a decimal number without a leading 0, one with a unit such as 90s, or text in quotes"
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
-_PARSERS: dict[str, Callable[[str, str], object]] = {
-    ".json": _parse_json,
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-    ".toml": _parse_toml,
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "JSON": _json_of,
+    "YAML": lambda text: yaml.load(text, _YamlLoader),
+    "TOML": tomllib.loads,
 }
+_LANGUAGES = {".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML"}
