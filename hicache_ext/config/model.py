@@ -7,9 +7,9 @@ import os
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hicache_ext.config.problems import config_error, did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import OFF, Allowed, ConfigModel, true_or_false
@@ -340,14 +340,6 @@ _Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONG
 _TENANT = re.compile(rf"[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}", re.ASCII)
 
 
-def _check_role(name: object) -> object:
-    if name not in get_args(ServerRole):
-        raise ConfigError(
-            "", f"unknown role{did_you_mean(str(name), get_args(ServerRole))}", listed(get_args(ServerRole))
-        )
-    return name
-
-
 def _check_tenant(name: str) -> str:
     if not _TENANT.fullmatch(name):
         allowed = f"up to {LONGEST_NAME} letters, digits, '.', '_' and '-'"
@@ -434,7 +426,7 @@ class HicacheExtConfig(ConfigModel):
     ] = None
     """write what requests ask for to files, without tokens and text; left out: off"""
     roles: Annotated[
-        dict[Annotated[ServerRole, BeforeValidator(_check_role)], RoleConfig],
+        dict[ServerRole, RoleConfig],
         Field(default_factory=dict),
         Allowed("a mapping of prefill, decode or both to settings, such as {decode: {retrieve_locations: []}}"),
     ]

@@ -126,7 +126,7 @@ def allowed_for(model: type[BaseModel], field: str) -> str:
         return "true or false"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "a mapping with " + listed(kind.model_fields)
-    return listed(_words(model, field))
+    return listed(_words(kind))
 
 
 def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
@@ -150,7 +150,7 @@ def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
         if not place:
             problem += did_you_mean(field, model.model_fields)
         return ConfigError("", problem, listed(model.model_fields))
-    nearest = did_you_mean(value, _words(model, field)) if isinstance(value, str) else ""
+    nearest = did_you_mean(value, _words(model.model_fields[field].annotation)) if isinstance(value, str) else ""
     told = shown(value, field) if model.shows_values else kind_of(value)
     return ConfigError("", f"{told} is not accepted{nearest}", allowed_for(model, field))
 
@@ -160,8 +160,6 @@ def _removed(model: type[ConfigModel]) -> dict[str, str]:
     return {key: why for base in reversed(model.__mro__) for key, why in vars(base).get("removed", {}).items()}
 
 
-def _words(model: type[BaseModel], field: str) -> tuple[str, ...]:
-    """The words that a field of type ``Literal`` takes, also where it may be None; no other field has any."""
-    kind = model.model_fields[field].annotation
-    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
-    return tuple(word for literal in literals for word in get_args(literal))
+def _words(kind: Any) -> tuple[str, ...]:
+    """The words that a type takes: a ``Literal``, also where it may be None, or stands in a mapping."""
+    return get_args(kind) if get_origin(kind) is Literal else tuple(w for part in get_args(kind) for w in _words(part))

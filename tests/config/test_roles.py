@@ -55,9 +55,12 @@ def test_a_view_is_its_own_view():
     [
         (
             {"roles": {"decod": {}}},
-            "hicache_ext.roles.decod: unknown role; did you mean 'decode'?; allowed: prefill, ",
+            "hicache_ext.roles.decod: the text 'decod' is not accepted; did you mean 'decode'?; allowed: ",
         ),
-        ({"roles": {"auto": {}}}, "hicache_ext.roles.auto: unknown role; allowed: prefill"),
+        (
+            {"roles": {"auto": {}}},
+            "hicache_ext.roles.auto: the text 'auto' is not accepted; allowed: a mapping",
+        ),
         ({"roles": {"decode": {"retrieve": []}}}, "hicache_ext.roles.decode.retrieve: unknown key; did you mean "),
         (
             {"roles": {"decode": {"store_locations": ["nvm"]}}},
