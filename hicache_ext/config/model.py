@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hicache_ext.config.problems import config_error, did_you_mean, listed, quoted, refuse, shown
-from hicache_ext.config.schema import OFF, Allowed, ConfigModel, true_or_false
+from hicache_ext.config.schema import OFF, Allowed, ConfigModel
 from hicache_ext.config.tier import AnyTier, tier_types
 from hicache_ext.config.values import (
     LONGEST_DURATION,
@@ -21,7 +21,6 @@ from hicache_ext.config.values import (
     directory_relation,
     duration,
     format_duration,
-    number,
     or_word,
     size,
     whole_number,
@@ -107,12 +106,6 @@ def _endpoint(value: object) -> str:
     return value
 
 
-def _topic(value: object) -> str:
-    if not isinstance(value, str) or (value and not value.isprintable()):
-        raise refuse(value)
-    return value
-
-
 _Endpoint = Annotated[
     str,
     Allowed(
@@ -132,7 +125,7 @@ class EventsConfig(ConfigModel):
     """where routers subscribe; each DP replica takes the next port"""
     replay_endpoint: _Endpoint
     """where routers ask for what they missed; each DP replica takes the next port"""
-    topic: Annotated[str, Allowed("text without line breaks", _topic)] = ""
+    topic: Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$"), Allowed("text without line breaks")] = ""
     """the first frame of every message"""
 
     @model_validator(mode="after")
@@ -262,7 +255,10 @@ class PdConfig(ConfigModel):
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' and '-'"
 _NAMES_ALLOWED = "a list of tier names"
-_INTERFACE_ALLOWED = "1 or true, without which SGLang never uses the zero-copy calls that this backend serves"
+_INTERFACE_ALLOWED = (
+    "1 or true, without which SGLang never uses the zero-copy calls that this backend serves; no text,"
+    " of which SGLang takes any, even '0', for on"
+)
 # Not a short one: bf16 and bfloat16 would be two identities, and fp8 could be either of two.
 _DTYPE = re.compile(r"(?!(?:auto|bf16|fp16|half|fp8)$)[a-z][a-z0-9_]*", re.ASCII)
 _DTYPE_ALLOWED = "the whole name of a dtype, such as bfloat16, float16, fp8_e4m3 or fp8_e5m2"
@@ -290,14 +286,6 @@ def _dtype(value: object) -> str:
     if not _DTYPE.fullmatch(text):
         raise refuse(value)
     return text
-
-
-def _interface_v1(value: object) -> int:
-    if value is True or (isinstance(value, int) and value == 1):
-        return 1
-    if isinstance(value, str):
-        raise ConfigError("", f"{shown(value)} is text, and SGLang takes any text, even '0', for on", "")
-    raise refuse(value)
 
 
 def _check_tier_name(name: str) -> str:
@@ -336,15 +324,8 @@ _Policies = Annotated[
 ]
 # An empty value has always meant no promotion.
 _PromoteTo = Annotated[str | None, Allowed("the name of a tier, or off", or_word(None, PROMOTE_NOTHING, _text))]
-_Seconds = Annotated[float | None, Allowed("a number of seconds", number(0, LONGEST_DURATION))]
-_TENANT = re.compile(rf"[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}", re.ASCII)
-
-
-def _check_tenant(name: str) -> str:
-    if not _TENANT.fullmatch(name):
-        allowed = f"up to {LONGEST_NAME} letters, digits, '.', '_' and '-'"
-        raise ConfigError("", "not a name of a tenant", allowed)
-    return name
+_Seconds = Annotated[float | None, Field(ge=0, le=LONGEST_DURATION), Allowed("a number of seconds")]
+_Tenant = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}$")]
 
 
 def _share(value: object) -> float:
@@ -404,8 +385,10 @@ class HicacheExtConfig(ConfigModel):
     """how long a request may keep its prompt in a file tier with a hint; 0: of what requests say, only no_store and
     priority are followed"""
     tenants: Annotated[
-        dict[Annotated[str, AfterValidator(_check_tenant)], TenantConfig] | None,
-        Allowed("a mapping of up to 62 names and default, such as {team-a: {share: 20%}}"),
+        dict[_Tenant, TenantConfig] | None,
+        Allowed(
+            "a mapping of up to 62 names (letters, digits, '.', '_' and '-') and default, such as {a: {share: 20%}}"
+        ),
     ] = None
     """name -> what this tenant may have in file tiers with slabs; left out: none (docs/agents.md)"""
     watch_config: bool = False
@@ -595,15 +578,13 @@ class ExtraConfig(ConfigModel):
     backend_name: Literal["hicache_ext"]
     module_path: Literal["hicache_ext.storage.backend"]
     class_name: Literal["HiCacheExtBackend"]
-    interface_v1: Annotated[int, Allowed(_INTERFACE_ALLOWED, _interface_v1)]
+    interface_v1: Annotated[Literal[1], Allowed(_INTERFACE_ALLOWED)]
     hicache_ext: HicacheExtConfig
     prefetch_threshold: Annotated[int | None, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))] = None
     prefetch_timeout_base: _Seconds = None
     prefetch_timeout_per_ki_token: _Seconds = None
-    hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false", true_or_false)] = None
-    tp_lcm_size: Annotated[
-        int | None, Allowed("a positive whole number", or_word(None, None, whole_number(1, NO_LIMIT)))
-    ] = None
+    hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false")] = None
+    tp_lcm_size: Annotated[int | None, Field(ge=1), Allowed("a positive whole number")] = None
     allocator: Literal["shm"] | None = None
     """page-aligned host memory; SGLang honours it only in inline JSON, and on decode nodes"""
 

@@ -160,6 +160,8 @@ def _removed(model: type[ConfigModel]) -> dict[str, str]:
     return {key: why for base in reversed(model.__mro__) for key, why in vars(base).get("removed", {}).items()}
 
 
-def _words(kind: Any) -> tuple[str, ...]:
+def _words(kind: Any) -> list[str]:
     """The words that a type takes: a ``Literal``, also where it may be None, or stands in a mapping."""
-    return get_args(kind) if get_origin(kind) is Literal else tuple(w for part in get_args(kind) for w in _words(part))
+    if get_origin(kind) is Literal:
+        return [word for word in get_args(kind) if isinstance(word, str)]
+    return [word for part in get_args(kind) for word in _words(part)]

@@ -189,18 +189,7 @@ def whole_number(least: int, most: float) -> Parser[int]:
     """A whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
 
     def parse(value: object) -> int:
-        if isinstance(value, float):
-            raise refuse(value)
-        return int(number(least, most)(value))
-
-    return parse
-
-
-def number(least: float, most: float) -> Parser[float]:
-    """A number from ``least`` to ``most``, with or without a fraction."""
-
-    def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise refuse(value)
         return value
 

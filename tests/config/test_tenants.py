@@ -12,6 +12,7 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.contract.tenants import Tenant
 
+NAMES = "a mapping of up to 62 names (letters, digits, '.', '_' and '-') and default, such as {a: {share: 20%}}"
 DISK = {"type": "file", "path": "/mnt/a", "capacity": "1GiB"}
 
 
@@ -50,7 +51,7 @@ def test_shares_and_leases_are_read_and_a_lease_left_out_is_the_longest() -> Non
         ),
         (
             {"a/b": {}},
-            "hicache_ext.tenants.'a/b': not a name of a tenant; allowed: up to 64 letters, digits, '.', '_' and '-'",
+            f"hicache_ext.tenants.'a/b': the text 'a/b' is not accepted; allowed: {NAMES}",
         ),
         (
             {"a": {"shares": "1%"}},
