@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hicache_ext.config.problems import config_error, did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import OFF, Allowed, ConfigModel
@@ -254,7 +254,6 @@ class PdConfig(ConfigModel):
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' and '-'"
-_NAMES_ALLOWED = "a list of tier names"
 _INTERFACE_ALLOWED = (
     "1 or true, without which SGLang never uses the zero-copy calls that this backend serves; no text,"
     " of which SGLang takes any, even '0', for on"
@@ -309,16 +308,7 @@ class ModelConfig(ConfigModel):
     """change it when the weights change under the same name"""
 
 
-def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple):
-        raise refuse(value, _NAMES_ALLOWED)
-    for position, name in enumerate(value):
-        if not isinstance(name, str):
-            raise refuse(name, _NAMES_ALLOWED, f"[{position}]")
-    return tuple(value)
-
-
-_Locations = Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED)]
+_Locations = Annotated[tuple[str, ...], Field(strict=False), Allowed("a list of tier names")]
 _Policies = Annotated[
     dict[str, StorePolicy], Allowed("a mapping of tier names to sync or async, such as {pool: async}")
 ]
@@ -347,8 +337,8 @@ class TenantConfig(ConfigModel):
 class RoleConfig(ConfigModel):
     """What is different on the servers of one role; what is left out is as for all of them."""
 
-    retrieve_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED, _names)] = ()
-    store_locations: Annotated[tuple[str, ...], Allowed(_NAMES_ALLOWED, _names)] = ()
+    retrieve_locations: _Locations = ()
+    store_locations: _Locations = ()
     store_policies: Annotated[_Policies, Field(default_factory=dict)]
     promote_to: _PromoteTo = None
     kernels: KernelsConfig = KernelsConfig()
@@ -464,8 +454,6 @@ class HicacheExtConfig(ConfigModel):
         tiers = values.get("tiers") if isinstance(values, Mapping) else None
         names = list(tiers) if isinstance(tiers, Mapping) else []
         return {"retrieve_locations": names, "store_locations": names, **values} if names else values
-
-    _lists_of_names = field_validator("retrieve_locations", "store_locations", mode="before")(_names)
 
     @model_validator(mode="after")
     def _all_fits_together(self) -> Self:
