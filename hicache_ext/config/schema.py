@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, core_schema
 
-from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, refuse, shown
+from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, shown
 from hicache_ext.errors import ConfigError, ConfigErrors
 
 
@@ -48,13 +48,6 @@ class Allowed:
     ) -> dict[str, Any]:
         # Any value: editors name the keys and say what they take, and the parser judges what was written.
         return handler(schema) if self.parse is None else {"anyOf": [{"description": self.text}]}
-
-
-def true_or_false(value: object) -> bool:
-    """A parser for switches: only the two booleans, never words or numbers that look like them."""
-    if isinstance(value, bool):
-        return value
-    raise refuse(value)
 
 
 class ConfigModel(BaseModel):

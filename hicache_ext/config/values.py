@@ -231,8 +231,8 @@ def or_word(word: str | None, meaning: Word, parse: Parser[Value]) -> Parser[Val
     return lambda value: meaning if value == word else parse(value)
 
 
-def or_auto(parse: Parser[Value]) -> Parser[Value | None]:
-    """What ``parse`` takes; ``auto`` and an empty value are None."""
+def or_auto(parse: Parser[Any] = lambda value: value) -> Parser[Any]:
+    """What ``parse`` takes, or else the field's type; ``auto`` and an empty value are None."""
     return or_word(None, None, or_word("auto", None, parse))
 
 

@@ -11,7 +11,7 @@ from pydantic import field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from hicache_ext.config.problems import quoted, refuse, shown
-from hicache_ext.config.schema import Allowed, true_or_false
+from hicache_ext.config.schema import Allowed
 from hicache_ext.config.tier import Sharing, TierConfig
 from hicache_ext.config.values import (
     NO_LIMIT,
@@ -112,7 +112,7 @@ class FileTierConfig(TierConfig):
     ] = None
     """pages written longer ago than this are misses, and their room is free"""
 
-    shared: Annotated[bool | None, Allowed("true, false, or auto", or_auto(true_or_false))] = None
+    shared: Annotated[bool | None, Allowed("true, false, or auto", or_auto())] = None
     """whether other machines have the same directory; auto goes by the file system"""
     mode: Literal["private", "group"] = "private"
     """who may use the files: the server's account alone, or the members of a group"""
