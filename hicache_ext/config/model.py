@@ -388,15 +388,11 @@ class HicacheExtConfig(ConfigModel):
     background: BackgroundConfig = BackgroundConfig()
     linker: LinkerConfig = LinkerConfig()
     """SGLang's external linker, in place of its host cache"""
-    events: Annotated[EventsConfig | None, Allowed("a mapping with endpoint, replay_endpoint, topic or interval")] = (
-        None
-    )
+    events: EventsConfig | None = None
     """tell KV-aware routers which pages come and go in the tiers; left out: off"""
-    tracing: Annotated[TracingConfig | None, Allowed("a mapping with endpoint, such as {endpoint: sglang}")] = None
+    tracing: TracingConfig | None = None
     """a span of OpenTelemetry for each call of a tier; left out: none"""
-    record: Annotated[
-        RecordConfig | None, Allowed("a mapping with path, such as {path: /var/lib/hicache-recordings, size: 256MiB}")
-    ] = None
+    record: RecordConfig | None = None
     """write what requests ask for to files, without tokens and text; left out: off"""
     roles: Annotated[
         dict[ServerRole, RoleConfig],
