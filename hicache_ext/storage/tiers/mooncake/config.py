@@ -20,7 +20,6 @@ _DEVICES_ALLOWED = (
     "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
 )
 _NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
-_SEGMENTS_ALLOWED = "a list of segment names"
 ETCD = "etcd://"
 _HOST = re.compile(r"[^\s,;/:]+|\[[^\s,;/]+\]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -82,17 +81,6 @@ def parse_devices(value: object) -> Devices:
     return devices
 
 
-def _segments(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        raise refuse(value, _SEGMENTS_ALLOWED)
-    for position, name in enumerate(value):
-        if not isinstance(name, str) or not name.strip():
-            raise refuse(name, "the name of a segment", f"[{position}]")
-    return tuple(expand_templates(name) for name in value)
-
-
 class MooncakeTierConfig(RemoteTierConfig):
     """A Mooncake Store cluster."""
 
@@ -100,6 +88,7 @@ class MooncakeTierConfig(RemoteTierConfig):
     removed: ClassVar[Mapping[str, str]] = {
         "group": "the master evicts each object by itself",
         "local_buffer_size": "pages travel through memory of the tier, and the library's own buffer has 16MiB",
+        "preferred_segments": "the master chooses; the library gives segments names that nobody knows before they run",
         "soft_pin": "the master evicts what was used least lately",
     }
 
@@ -122,8 +111,6 @@ class MooncakeTierConfig(RemoteTierConfig):
     """memory each rank of this server contributes; 0: none, a client of a standalone pool"""
     replica_num: Annotated[int, Allowed("1 to 16", whole_number(1, 16))] = 1
     """copies of each page"""
-    preferred_segments: Annotated[tuple[str, ...], Allowed(_SEGMENTS_ALLOWED, _segments)] = ()
-    """segments to write to while they have room"""
     hard_pin: bool = False
     """never evict these pages"""
     prefix: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "hicache_ext"
