@@ -415,8 +415,13 @@ FORMER = {
     ),
     "test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew": _NAMES,
     "test_every_guard_can_be_left_out": _KEY,
-    "test_pins_replicas_and_groups_are_taken_by_the_engine": (
-        "-> test_pins_and_preferred_segments_are_taken_by_the_engine"
+    "test_pins_replicas_and_groups_are_taken_by_the_engine": ("-> test_pins_are_taken_by_the_engine"),
+    "test_one_that_begins_open_is_probed_when_that_is_begun": (
+        "-> test_one_that_begins_open_is_probed_once_somebody_asks_for_it"
+    ),
+    "test_pins_and_preferred_segments_are_taken_by_the_engine": "-> test_pins_are_taken_by_the_engine",
+    "test_many_that_hang_are_left_behind_together_and_cost_a_bounded_number_of_threads": (
+        "-> test_a_name_server_that_hangs_holds_up_no_start_and_no_look"
     ),
     "test_slabs_of_any_version_make_a_directory_one_of_slabs": "-> test_slabs_make_a_directory_one_of_slabs",
     "test_speculation_is_refused_unless_asked_for": (
