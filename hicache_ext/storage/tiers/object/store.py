@@ -105,18 +105,9 @@ class ObjectPageStore(TierStore):
 
     type_name = "object"
 
-    def __init__(
-        self,
-        name: str,
-        tier: ObjectTierConfig,
-        connect: Callable[[], Any],
-        connect_to_delete: Callable[[], Any] | None = None,
-    ) -> None:
-        """``connect`` makes a client; pages that arrived damaged are looked at again through another one.
-        ``connect_to_delete`` makes one for a server that cannot delete many objects by one request.
-
-        Raises StoreSetupError when the store cannot be used.
-        """
+    def __init__(self, name: str, tier: ObjectTierConfig, connect: Callable[[], Any]) -> None:
+        """``connect`` makes a client; pages that arrived damaged are looked at again through another one. Raises
+        StoreSetupError when the store cannot be used."""
         super().__init__(name)
         self._tier = tier
         self._connect = connect
@@ -126,7 +117,6 @@ class ObjectPageStore(TierStore):
             name,
             connect,
             lambda failure: self.count_errors({failure.reason: 1}, words=str(failure)),
-            connect_to_delete,
             at_once=tier.concurrency or DEFAULT_CONCURRENCY,
             timeout=tier.longest_call,
         )
