@@ -345,13 +345,6 @@ class Requests:
         self.reached = failure.reason not in _NO_ANSWER
         return failure
 
-    def is_absent(self, error: BaseException) -> bool:
-        """Whether a FileNotFoundError is about the object; it is counted where it is not."""
-        failure = self.explained(error)
-        if failure.reason != "absent":
-            self.count(failure)
-        return failure.reason == "absent"
-
     def failed(self, error: BaseException, call: Call[Any], results: type[GetResult] | type[SetResult]) -> Any:
         """Count a failed request, TIMEOUT or ERROR of ``results``. Where no server can be reached the call ends: its
         other requests would fail too."""

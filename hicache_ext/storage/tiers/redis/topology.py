@@ -97,16 +97,17 @@ class Topology:
         self._refresh_wanted = False
         self._told_by: Node | None = None
         """Whoever said last that the map is wrong."""
-        self._first_look: BaseException | None = None
+        self._problem: BaseException | None = None
+        """Why the last look was in vain."""
         self._looked = threading.Event()
         self._interval = _REFRESH_INTERVAL if tier.service is None else _SENTINEL_INTERVAL
         self._log = LimitedLog(logger, _SAID_AGAIN)
         self._names = BackgroundLoop(f"hicache-{name}-names", self._follow_names)
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
-        if not self._keeper.wake() or not self._names.wake(_NAMES_INTERVAL):
+        if not self._keeper.wake():
             raise StoreSetupError(name, "there is no thread to keep its topology with")
         reached = self._looked.wait(tier.longest_call)
-        problem = self._first_look if reached else TimeoutError(f"no answer within {tier.longest_call:g} s")
+        problem = self._problem if reached else TimeoutError(f"no answer within {tier.longest_call:g} s")
         if isinstance(problem, StoreSetupError) or (problem is not None and tier.required):
             self.close()
             if isinstance(problem, StoreSetupError):
@@ -169,37 +170,28 @@ class Topology:
             return left
         self._refresh_wanted = False
         self._last_look = time.monotonic()
-        self._look()
+        self._names.wake(_NAMES_INTERVAL)
+        try:
+            problem = self._learn()
+        except StoreSetupError as error:
+            problem = error
+        if self._tier.required and isinstance(problem, TimeoutError) and not self._looked.is_set():
+            # One that is only slow gets the tier's whole timeout: a start depends on it.
+            self._refresh_wanted = True
+        else:
+            self._problem = problem
+            self._looked.set()
         return self._pause()
 
-    def _follow_names(self) -> float:
+    def _follow_names(self) -> None:
         for node in [*self._nodes.values(), *self._sentinels]:
             if node.up:
                 node.follow_name()
-        return _NAMES_INTERVAL
 
     def _pause(self) -> float:
         """Seconds between two looks, as things are."""
         wanted = self._refresh_wanted or not self.nodes or any(not node.up for node in self.nodes)
         return _REFRESH_PAUSE if wanted else self._interval
-
-    def _look(self) -> None:
-        problem: BaseException | None = None
-        try:
-            problem = self._learn()
-        except StoreSetupError as error:
-            problem = error
-        except Exception as error:  # noqa: BLE001 - the keeper must not end
-            problem = error
-            words = "tier %s: learning the topology ended in an error that nobody expected"
-            self._log.log(logging.ERROR, "learning", words, self._name, exc_info=error)
-        if not self._looked.is_set():
-            if self._tier.required and isinstance(problem, TimeoutError):
-                # One that is only slow gets the tier's whole timeout: a start depends on it.
-                self._refresh_wanted = True
-                return
-            self._first_look = problem
-            self._looked.set()
 
     def _learn(self) -> BaseException | None:
         """Ask the nodes until one knows every slot; why none could be used, or None."""
