@@ -11,7 +11,7 @@ from pydantic import Field
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import SIZE_ALLOWED, expand_templates, format_size, parse_size, whole_number
+from hicache_ext.config.values import SIZE_ALLOWED, expand_templates, format_size, or_word, parse_size, whole_number
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 Devices = str | dict[int, str]
 
 
-def _address(value: object, allowed: str) -> str:
+def _address(value: object, allowed: str = _ADDRESS_ALLOWED) -> str:
     """host:port, templates expanded."""
     if not isinstance(value, str):
         raise refuse(value, allowed)
@@ -44,10 +44,6 @@ def _master(value: object) -> str:
     if not written.startswith(ETCD):
         raise ConfigError("", f"{quoted(value)}: the library finds masters through etcd alone", _MASTER_ALLOWED)
     return ETCD + ";".join(_address(address, _MASTER_ALLOWED) for address in written.removeprefix(ETCD).split(";"))
-
-
-def _optional_address(value: object) -> str | None:
-    return None if value is None else _address(value, _ADDRESS_ALLOWED)
 
 
 def _text(value: object) -> str:
@@ -117,7 +113,7 @@ class MooncakeTierConfig(RemoteTierConfig):
     """first part of every object's name"""
     tenant: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "default"
     """of a master with tenants"""
-    metrics: Annotated[str | None, Allowed(_ADDRESS_ALLOWED, _optional_address)] = None
+    metrics: Annotated[str | None, Allowed(_ADDRESS_ALLOWED, or_word(None, None, _address))] = None
     """address of the master's metrics, for hicache-ext doctor"""
 
     def for_rank(self, tp_rank: int) -> Self:
