@@ -427,8 +427,13 @@ FORMER = {
     ),
     "test_a_manifest_that_a_downgrade_left_empty_beside_slabs_is_made_anew": _NAMES,
     "test_every_guard_can_be_left_out": _KEY,
-    "test_pins_replicas_and_groups_are_taken_by_the_engine": (
-        "-> test_pins_and_preferred_segments_are_taken_by_the_engine"
+    "test_pins_replicas_and_groups_are_taken_by_the_engine": ("-> test_pins_are_taken_by_the_engine"),
+    "test_one_that_begins_open_is_probed_when_that_is_begun": (
+        "-> test_one_that_begins_open_is_probed_once_somebody_asks_for_it"
+    ),
+    "test_pins_and_preferred_segments_are_taken_by_the_engine": "-> test_pins_are_taken_by_the_engine",
+    "test_many_that_hang_are_left_behind_together_and_cost_a_bounded_number_of_threads": (
+        "-> test_a_name_server_that_hangs_holds_up_no_start_and_no_look"
     ),
     "test_slabs_of_any_version_make_a_directory_one_of_slabs": "-> test_slabs_make_a_directory_one_of_slabs",
     "test_speculation_is_refused_unless_asked_for": (
@@ -533,7 +538,7 @@ FORMER = {
     "test_a_page_is_kept_for_every_request_that_found_it": (
         "-> test_a_page_is_kept_for_every_request_that_found_it_until_its_room_is_needed"
     ),
-    "test_one_that_begins_open_is_probed_from_resume_on": "-> test_one_that_begins_open_is_probed_when_that_is_begun",
+    "test_one_that_begins_open_is_probed_from_resume_on": "-> test_one_that_begins_open_is_probed_once_somebody_asks_for_it",
     "test_to_resume_what_is_probed_already_delays_no_probe": "a breaker that begins open begins to be probed once",
     "test_slots_that_move_are_followed": "-> test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node",
     "test_slots_that_move_are_followed_once_they_are_there": (

@@ -19,7 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hicache_ext.runtime.log_limit import LimitedLog
+
 logger = logging.getLogger(__name__)
+_log = LimitedLog(logger)
 
 
 class Retry(enum.Enum):
@@ -94,7 +97,7 @@ class BackgroundLoop:
             try:
                 thread.start()
             except RuntimeError as error:
-                logger.error("hicache_ext: %s: no thread to be had: %s", self._name, error)
+                _log.log(logging.ERROR, self._name, "hicache_ext: %s: no thread to be had: %s", self._name, error)
                 return False
             self._thread = thread
             return True

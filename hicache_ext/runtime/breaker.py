@@ -64,7 +64,7 @@ class Breaker:
         ``backoff``: pauses between probes; the first one of an opening is longer each time a slow start failed.
         ``on_change(state, reason)`` is called after every change, under no lock, on the thread that made it.
         ``watch``: the reason to trip, or None; asked from time to time while CLOSED, from ``begin_to_watch`` on.
-        ``state``: one that begins OPEN is probed from ``begin_to_probe`` on.
+        ``state``: one that begins OPEN is probed from the first question on whether it is ``up``.
         """
         self._probe = probe
         self._backoff = backoff
@@ -94,8 +94,11 @@ class Breaker:
 
     @property
     def up(self) -> bool:
-        """Whether calls may go through, some of them at least."""
-        return self._state is not BreakerState.OPEN
+        """Whether calls may go through, some of them at least. Where they may not, there are probes from now on: until
+        now there may have been no thread to be had."""
+        if (is_open := self._state is BreakerState.OPEN) and not self._loop.running:
+            self._loop.wake()
+        return not is_open
 
     @property
     def closing(self) -> bool:
@@ -106,13 +109,13 @@ class Breaker:
 
     def admit(self) -> int | None:
         """A ticket for ``trip`` if a call may go through, else None."""
-        state = self._state
-        if state is BreakerState.CLOSED:
+        if self._state is BreakerState.CLOSED:
             return self._generation
+        if not self.up:
+            return None
         with self._lock:
-            state = self._state
-            if state is not BreakerState.HALF_OPEN:
-                return None if state is BreakerState.OPEN else self._generation
+            if self._state is not BreakerState.HALF_OPEN:
+                return None if self._state is BreakerState.OPEN else self._generation
             share = self._share()
             if share < 1:
                 self._credit += share
@@ -120,10 +123,8 @@ class Breaker:
                     return None
                 self._credit -= 1
                 return self._generation
-            self._close()
-            ticket = self._generation
-        self._on_change(BreakerState.CLOSED, "")
-        return ticket
+        self._end_slow_start()
+        return self.admit()
 
     def trip(self, reason: str, ticket: int | None = None, *, in_doubt: bool = False) -> bool:
         """Open, and probe in the background. False when it was open, or closed again since ``ticket`` was given."""
@@ -155,10 +156,6 @@ class Breaker:
 
     def _examined(self) -> None:
         """The probe of ``examine`` went well."""
-
-    def begin_to_probe(self) -> None:
-        """Probe one that began OPEN, in the background and at once."""
-        self._loop.wake()
 
     def begin_to_watch(self) -> None:
         """From now on ``watch`` is asked in the background."""

@@ -189,8 +189,6 @@ class MooncakeServers:
         ]
         self._master: subprocess.Popen[str] | None = None
         self._holders: list[subprocess.Popen[str]] = []
-        self.segment_names: list[str] = []
-        """Names under which the holders' segments are known, for ``preferred_segments``."""
 
     @property
     def master(self) -> str:
@@ -239,7 +237,6 @@ class MooncakeServers:
         said = []
         for line in holder.stdout or ():
             if line.startswith("ready "):
-                self.segment_names.append(line.split()[1])
                 return
             said.append(line)
         raise MooncakeServersError(f"a holder did not start: {''.join(said)}")
@@ -259,7 +256,6 @@ class MooncakeServers:
 
     def kill_holder(self, number: int = 0) -> None:
         _kill(self._holders.pop(number))
-        self.segment_names.pop(number)
 
     def freeze_holder(self, number: int = 0) -> None:
         self._holders[number].send_signal(signal.SIGSTOP)
@@ -289,7 +285,6 @@ class MooncakeServers:
         """Kill everything that was started, also what is frozen."""
         while self._holders:
             _kill(self._holders.pop())
-        self.segment_names.clear()
         self.kill_master()
 
     def _log(self) -> str:

@@ -58,6 +58,20 @@ def test_it_is_probed_in_the_background_until_it_answers_and_then_in_full_use(se
     wait_until(lambda: not server.breaker._loop.running)
 
 
+def test_one_that_opens_while_no_thread_can_be_had_is_probed_once_a_call_asks(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server.answers = True
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert server.breaker.trip("gone") and server.breaker.admit() is None
+    assert server.breaker.admit() is None
+    wait_until(lambda: server.breaker.state is CLOSED)
+
+
 def test_what_is_watched_trips_it_whenever_it_says_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after it came back."""
     monkeypatch.setattr(breaker_module, "WATCH_INTERVAL", 0.01)
@@ -95,11 +109,11 @@ def test_what_is_open_is_not_tripped_again_nor_by_what_began_before_the_last_cha
     assert server.breaker.trip("gone", server.breaker.admit())
 
 
-def test_one_that_begins_open_is_probed_when_that_is_begun() -> None:
+def test_one_that_begins_open_is_probed_once_somebody_asks_for_it() -> None:
     server = Server(state=OPEN)
-    assert not server.breaker.up and not server.breaker._loop.running
+    assert server.breaker.state is OPEN and not server.breaker._loop.running
     server.answers = True
-    server.breaker.begin_to_probe()
+    assert not server.breaker.up and server.breaker._loop.running
     wait_until(lambda: server.breaker.up)
     assert server.changes == [(CLOSED, "")]
     assert server.breaker.close(PATIENCE)

@@ -46,16 +46,12 @@ def test_the_doctor_sees_a_healthy_pool(servers):
     assert "256MiB" in findings["capacity"].seen
 
 
-def test_pins_and_preferred_segments_are_taken_by_the_engine(servers, open_quickly, raw_client):
-    for wanted in (
-        {"hard_pin": True},
-        {"preferred_segments": servers.segment_names},
-    ):
-        raw_client.empty()
-        store = open_quickly(**wanted)
-        assert store_pages(store, page_keys(3)) == [SetResult.STORED] * 3, wanted
-        assert_hits(store, page_keys(3))
-        store.close()
+def test_pins_are_taken_by_the_engine(servers, open_quickly, raw_client):
+    raw_client.empty()
+    store = open_quickly(hard_pin=True)
+    assert store_pages(store, page_keys(3)) == [SetResult.STORED] * 3
+    assert_hits(store, page_keys(3))
+    store.close()
     raw_client.empty()
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import SIZE_ALLOWED, expand_templates, format_size, parse_size, whole_number
+from hicache_ext.config.values import SIZE_ALLOWED, expand_templates, format_size, or_word, parse_size, whole_number
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
@@ -20,7 +20,6 @@ _DEVICES_ALLOWED = (
     "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
 )
 _NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
-_SEGMENTS_ALLOWED = "a list of segment names"
 ETCD = "etcd://"
 _HOST = re.compile(r"[^\s,;/:]+|\[[^\s,;/]+\]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -28,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 Devices = str | dict[int, str]
 
 
-def _address(value: object, allowed: str) -> str:
+def _address(value: object, allowed: str = _ADDRESS_ALLOWED) -> str:
     """host:port, templates expanded."""
     if not isinstance(value, str):
         raise refuse(value, allowed)
@@ -45,10 +44,6 @@ def _master(value: object) -> str:
     if not written.startswith(ETCD):
         raise ConfigError("", f"{quoted(value)}: the library finds masters through etcd alone", _MASTER_ALLOWED)
     return ETCD + ";".join(_address(address, _MASTER_ALLOWED) for address in written.removeprefix(ETCD).split(";"))
-
-
-def _optional_address(value: object) -> str | None:
-    return None if value is None else _address(value, _ADDRESS_ALLOWED)
 
 
 def _text(value: object) -> str:
@@ -82,17 +77,6 @@ def parse_devices(value: object) -> Devices:
     return devices
 
 
-def _segments(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list | tuple):
-        raise refuse(value, _SEGMENTS_ALLOWED)
-    for position, name in enumerate(value):
-        if not isinstance(name, str) or not name.strip():
-            raise refuse(name, "the name of a segment", f"[{position}]")
-    return tuple(expand_templates(name) for name in value)
-
-
 class MooncakeTierConfig(RemoteTierConfig):
     """A Mooncake Store cluster."""
 
@@ -100,6 +84,7 @@ class MooncakeTierConfig(RemoteTierConfig):
     removed: ClassVar[Mapping[str, str]] = {
         "group": "the master evicts each object by itself",
         "local_buffer_size": "pages travel through memory of the tier, and the library's own buffer has 16MiB",
+        "preferred_segments": "the master chooses; the library gives segments names that nobody knows before they run",
         "soft_pin": "the master evicts what was used least lately",
     }
 
@@ -122,15 +107,13 @@ class MooncakeTierConfig(RemoteTierConfig):
     """memory each rank of this server contributes; 0: none, a client of a standalone pool"""
     replica_num: Annotated[int, Allowed("1 to 16", whole_number(1, 16))] = 1
     """copies of each page"""
-    preferred_segments: Annotated[tuple[str, ...], Allowed(_SEGMENTS_ALLOWED, _segments)] = ()
-    """segments to write to while they have room"""
     hard_pin: bool = False
     """never evict these pages"""
     prefix: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "hicache_ext"
     """first part of every object's name"""
     tenant: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "default"
     """of a master with tenants"""
-    metrics: Annotated[str | None, Allowed(_ADDRESS_ALLOWED, _optional_address)] = None
+    metrics: Annotated[str | None, Allowed(_ADDRESS_ALLOWED, or_word(None, None, _address))] = None
     """address of the master's metrics, for hicache-ext doctor"""
 
     def for_rank(self, tp_rank: int) -> Self:

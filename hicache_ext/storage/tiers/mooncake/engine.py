@@ -350,7 +350,5 @@ class Attachment:
         """How the objects of a put are kept."""
         config = self._library.ReplicateConfig()
         config.replica_num = self.tier.replica_num
-        if self.tier.preferred_segments:
-            config.preferred_segments = list(self.tier.preferred_segments)
         config.with_hard_pin = self.tier.hard_pin
         return config

@@ -87,7 +87,6 @@ _WHOLE_EVERY = 300.0
 """Seconds between listings of a whole identity."""
 _IN_USE = 1800.0
 """Seconds for which an identity that nobody asks for is listed."""
-_MOST_BURIED = 1 << 16
 _MOST_UNITS = 4
 """Listings of a unit of time each, where a listing cannot begin in the middle; for more time all is listed."""
 
@@ -110,8 +109,6 @@ class KnownPacks:
     used_at: float = 0.0
     listing: bool = False
     """A whole listing is under way."""
-    buried: set[str] = field(default_factory=set)
-    """Ids of packs that this process has deleted: a listing that began before shows them still."""
 
 
 class PackCatalog:
@@ -189,7 +186,7 @@ class PackCatalog:
         begun = self._requests.now()
         seen: dict[str, int] = {}
         for items in self._listed_since(digest, since):
-            seen |= _learn(index, items, known.buried)
+            seen |= _learn(index, items)
         with self._changed:
             if known.index is index:
                 known.listed_at = max(known.listed_at, begun)
@@ -201,7 +198,7 @@ class PackCatalog:
             index, begun, began = known.index, self._requests.now(), time.monotonic()
             before, seen = index.ids(), dict[str, int]()
             for items in self._listed(packs_of(digest)):
-                seen |= _learn(index, items, known.buried)
+                seen |= _learn(index, items)
             with self._changed:
                 if known.index is not index:
                     return seen
@@ -291,9 +288,7 @@ class PackCatalog:
         if (known.index.dead_mask(pack.id) | mask) & pack.all_dead == pack.all_dead:
             tombstones = known.index.tombstones_of(pack.id)
             self._requests.delete([packed_name(digest, pack)])
-            if len(known.buried) >= _MOST_BURIED:
-                known.buried.clear()
-            known.buried.add(pack.id)
+            # A listing under way may show it still: whoever asks for the pack finds that it is gone.
             known.index.forget(pack.id)
             # In this order: a tombstone without a pack is nothing, a pack without its tombstones comes back.
             if tombstones:
@@ -307,13 +302,13 @@ class PackCatalog:
             self.bury(digest, full, 0)
 
 
-def _learn(index: PackIndex, items: Iterable[_Listed], buried: set[str]) -> dict[str, int]:
+def _learn(index: PackIndex, items: Iterable[_Listed]) -> dict[str, int]:
     """Add what was listed; the packs among it, id and bytes."""
     seen: dict[str, int] = {}
     for item, size in items:
         if isinstance(item, Tombstone):
             index.add_tombstone(item)
-        elif item.id not in buried:
+        else:
             index.add(item)
             seen[item.id] = size
     return seen

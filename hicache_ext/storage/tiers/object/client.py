@@ -55,8 +55,8 @@ def import_obstore(name: str) -> Any:
     return obstore
 
 
-def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True) -> Any:
-    """An obstore store whose root is the tier's prefix. Makes no request. ``deletes_many``: S3, by one request.
+def make_client(name: str, tier: ObjectTierConfig) -> Any:
+    """An obstore store whose root is the tier's prefix. Makes no request.
 
     Raises StoreSetupError, ConfigError for a secret that cannot be read.
     """
@@ -102,7 +102,8 @@ def make_client(name: str, tier: ObjectTierConfig, *, deletes_many: bool = True)
         )
         # Saves a request per page: object tags are never used.
         options["disable_tagging"] = True
-        options["disable_bulk_delete"] = not deletes_many
+        # Not every server deletes many objects by one request, and obstore has many requests under way.
+        options["disable_bulk_delete"] = True
     elif tier.scheme == "gs":
         make = stores.GCSStore
         options |= _given(service_account_key=_revealed(tier.service_account), base_url=tier.endpoint)
@@ -266,23 +267,17 @@ class Requests:
         name: str,
         connect: Callable[[], Any],
         count: Callable[[Failure], object],
-        connect_to_delete: Callable[[], Any] | None = None,
         *,
         at_once: int,
         timeout: float,
     ) -> None:
-        """``connect`` makes a client; ``count`` is called with each failure. ``connect_to_delete``: makes a client for
-        a server that cannot delete many objects by one request.
-
-        Raises StoreSetupError when threads are lacking.
-        """
+        """``connect`` makes a client; ``count`` is called with each failure. Raises StoreSetupError when threads are
+        lacking."""
         self.name = name
         self.obstore = import_obstore(name)
         self._connect = connect
-        self.client = client = connect()
+        self.client = connect()
         self.count = count
-        self._connect_to_delete = connect_to_delete
-        self._deleting = client
         self.at_once = at_once
         self.timeout = timeout
         self.reached = False
@@ -350,13 +345,6 @@ class Requests:
         self.reached = failure.reason not in _NO_ANSWER
         return failure
 
-    def is_absent(self, error: BaseException) -> bool:
-        """Whether a FileNotFoundError is about the object; it is counted where it is not."""
-        failure = self.explained(error)
-        if failure.reason != "absent":
-            self.count(failure)
-        return failure.reason == "absent"
-
     def failed(self, error: BaseException, call: Call[Any], results: type[GetResult] | type[SetResult]) -> Any:
         """Count a failed request, TIMEOUT or ERROR of ``results``. Where no server can be reached the call ends: its
         other requests would fail too."""
@@ -416,28 +404,14 @@ class Requests:
         return size
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, many by one request where the store can; missing ones are no error."""
+        """Delete objects; missing ones are no error."""
         try:
-            self._delete(names)
-        except Exception as error:
-            if self._connect_to_delete is None or not _lacks_deletion_of_many(error):
-                raise
-            logger.info("tier %s: the store cannot delete many objects by one request: one by one", self.name)
-            self._deleting, self._connect_to_delete = self._connect_to_delete(), None
-            self._delete(names)
-
-    def _delete(self, names: Sequence[str]) -> None:
-        try:
-            self.obstore.delete(self._deleting, list(names))
-            return
+            self.obstore.delete(self.client, list(names))
         except FileNotFoundError:
-            pass
-        # All but S3 fail at the first missing one.
-        for name in names:
-            try:
-                self.obstore.delete(self._deleting, name)
-            except FileNotFoundError:
-                continue
+            # All but S3 fail at the first missing one.
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self.obstore.delete(self.client, name)
 
     # -- what the store can do ---------------------------------------------------------------------------------------
 
@@ -490,9 +464,3 @@ class Requests:
                 return
         if name:
             raise OSError("a listing does not show what was written")
-
-
-def _lacks_deletion_of_many(error: Exception) -> bool:
-    """Whether a server says that it cannot delete many objects by one request, which is how one is deleted, too."""
-    text = str(error)
-    return explain(error).status in (405, 501) or "NotImplemented" in text or "MethodNotAllowed" in text

@@ -8,11 +8,11 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.problems import quoted, refuse
 from hicache_ext.config.schema import Allowed
 from hicache_ext.config.secrets import SECRET_ALLOWED, SecretOrNone
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import expand_templates, or_word, whole_number
+from hicache_ext.config.values import absolute_path, expand_templates, or_word, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_REQUESTS = 256
@@ -84,13 +84,6 @@ def _sse(value: object) -> object:
     return value
 
 
-def _ca_file(value: object) -> str | None:
-    text = _word(value)
-    if text is not None and not text.startswith("/"):
-        raise ConfigError("", f"{shown(value)} is not an absolute path", _CA_FILE_ALLOWED)
-    return text
-
-
 _Word = Annotated[str | None, Allowed(_TEXT_ALLOWED, _word)]
 
 
@@ -131,7 +124,7 @@ class ObjectTierConfig(RemoteTierConfig):
     """Azure: a shared access signature of the container, in place of account_key"""
     allow_http: bool = False
     """true: an endpoint without TLS is accepted; pages and names travel unencrypted"""
-    ca_file: Annotated[str | None, Allowed(_CA_FILE_ALLOWED, _ca_file)] = None
+    ca_file: Annotated[str | None, Allowed(_CA_FILE_ALLOWED, or_word(None, None, absolute_path))] = None
     """certificates to trust besides the system's"""
     concurrency: Annotated[
         int | None, Allowed(f"1 to {MOST_REQUESTS}, or auto", or_word("auto", None, whole_number(1, MOST_REQUESTS)))

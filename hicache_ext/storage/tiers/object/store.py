@@ -105,18 +105,9 @@ class ObjectPageStore(TierStore):
 
     type_name = "object"
 
-    def __init__(
-        self,
-        name: str,
-        tier: ObjectTierConfig,
-        connect: Callable[[], Any],
-        connect_to_delete: Callable[[], Any] | None = None,
-    ) -> None:
-        """``connect`` makes a client; pages that arrived damaged are looked at again through another one.
-        ``connect_to_delete`` makes one for a server that cannot delete many objects by one request.
-
-        Raises StoreSetupError when the store cannot be used.
-        """
+    def __init__(self, name: str, tier: ObjectTierConfig, connect: Callable[[], Any]) -> None:
+        """``connect`` makes a client; pages that arrived damaged are looked at again through another one. Raises
+        StoreSetupError when the store cannot be used."""
         super().__init__(name)
         self._tier = tier
         self._connect = connect
@@ -126,7 +117,6 @@ class ObjectPageStore(TierStore):
             name,
             connect,
             lambda failure: self.count_errors({failure.reason: 1}, words=str(failure)),
-            connect_to_delete,
             at_once=tier.concurrency or DEFAULT_CONCURRENCY,
             timeout=tier.longest_call,
         )
@@ -359,12 +349,10 @@ class ObjectPageStore(TierStore):
             requests.reached = True
             length = int(reply.meta["size"])
             body = requests.body(reply, run.end - run.offset)
-        except FileNotFoundError as error:
-            if requests.is_absent(error):
+        except Exception as error:  # noqa: BLE001 - as above
+            if requests.explained(error).reason == "absent":
                 self._catalog.of(digest).index.forget(run.pack.id)
                 return []
-            return [(position, GetResult.ERROR) for position in run.members]
-        except Exception as error:  # noqa: BLE001 - as above
             if not begins_behind_the_end(error):
                 result = requests.failed(error, call, GetResult)
                 return [(position, result) for position in run.members]
@@ -531,14 +519,13 @@ class ObjectPageStore(TierStore):
         name = packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
             return not _shares_its_name(requests.part(name, place.offset, place.offset + HEADER_LENGTH), key)
-        except FileNotFoundError as error:
-            if requests.is_absent(error):
-                self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
-            return False
         except Exception as error:  # noqa: BLE001 - as above
             if begins_behind_the_end(error):
                 return True
-            requests.failed(error, call, SetResult)
+            if requests.explained(error).reason == "absent":
+                self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
+            else:
+                requests.failed(error, call, SetResult)
             return False
 
     # -- bad pages (examination.py) --------------------------------------------------------------------------------

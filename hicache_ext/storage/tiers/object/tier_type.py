@@ -32,9 +32,7 @@ class ObjectTier(TierType):
         from hicache_ext.storage.tiers.object.client import make_client
         from hicache_ext.storage.tiers.object.store import ObjectPageStore
 
-        return ObjectPageStore(
-            name, tier, lambda: make_client(name, tier), lambda: make_client(name, tier, deletes_many=False)
-        )
+        return ObjectPageStore(name, tier, lambda: make_client(name, tier))
 
     def examine(self, name: str, tier: ObjectTierConfig) -> Sequence[Finding]:
         """Of a directory the trial is in one of its own, so that nothing in it is made or changed."""

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = Backoff(0.1, 2.0)
 """Seconds between two attempts to reach a node that is down."""
+_FIRST_ATTEMPT = 3
+"""Short calls' time for which the first attempt to reach a node is waited for: a name server may take very long."""
 _OLDEST = 300.0
 """Seconds after which an idle connection is replaced: a name, a balancer or a password may lead elsewhere by then."""
 
@@ -126,6 +128,7 @@ class Node:
         """The name for which that is asked again."""
         self._addresses: list[Address] = []
         """Those of the name, the one that answered first."""
+        self._made = time.monotonic()
         self._tried = threading.Event()
         self._problem: BaseException = TimeoutError("no answer in time")
         self._breaker = Breaker(
@@ -135,7 +138,7 @@ class Node:
             on_change=self._changed,
             state=BreakerState.OPEN,
         )
-        self._breaker.begin_to_probe()
+        self._breaker.examine("it was not reached yet")
 
     @property
     def up(self) -> bool:
@@ -250,12 +253,9 @@ class Node:
         if self.writes.end():
             self._log.log(logging.INFO, "writes", "redis node %s takes writes again", self.endpoint)
 
-    def tried_within(self, seconds: float) -> BaseException | None:
+    def problem(self) -> BaseException | None:
         """Why the last attempt to reach the node was in vain, or None where it is up; the first one is waited for."""
-        self._tried.wait(seconds)
-        if not self.up:
-            # Its probes may have had no thread to begin with.
-            self._breaker.begin_to_probe()
+        self._tried.wait(max(0.0, self._made + _FIRST_ATTEMPT * short_call(self._tier) - time.monotonic()))
         return None if self.up else self._problem
 
     def close(self, seconds: float) -> None:

@@ -2,7 +2,8 @@
 
 A cluster's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
 cluster-spec). The map comes from CLUSTER SLOTS, asked of one node at a time. Sentinels are asked who the primary is.
-Replicas are not read: they may lack what was just written.
+Whoever is asked is a ``Node``, which is reached on a thread of its own: one that is gone, or whose name server hangs,
+holds up nobody. Replicas are not read: they may lack what was just written.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hicache_ext.errors import (
@@ -29,7 +30,6 @@ from hicache_ext.errors import (
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.storage.contract import abilities
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
 from hicache_ext.storage.contract.clearing import Cleared
@@ -44,11 +44,9 @@ from hicache_ext.storage.tiers.redis.connection import (
     command,
     identity_name,
     is_hex,
-    open_connection,
     page_key,
     page_name,
     page_prefix,
-    resolve,
     short_call,
 )
 from hicache_ext.storage.tiers.redis.node import Node, error_words
@@ -68,19 +66,12 @@ _REFRESH_PAUSE = 0.5
 """Fewest seconds between two reads, however many pages have moved."""
 _NAMES_INTERVAL = 30.0
 """Seconds between two look-ups of the nodes' names."""
-_AT_ONCE = 16
-"""Nodes asked side by side."""
-_ROUND = 3
-"""Short calls' time for all that are asked side by side."""
-_MOST_UNDER_WAY = 64
-"""Nodes that may be asked still, by a thread each, while others are asked: a name server may take very long."""
 _SAID_AGAIN = 60.0
 """Seconds between two lines of the log about the same trouble."""
 _LONGEST_FAREWELL = 5.0
 
 _Map = list[Endpoint | None]
 """The primary of each slot, where it has one with a name."""
-_Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
 
 
@@ -98,26 +89,25 @@ class Topology:
         self._tls = tls
         self._metrics = metrics
         self._nodes: dict[Endpoint, Node] = {}
-        """Changed by the keeper alone."""
+        """Those of the map, and those that are asked for one. Changed by the keeper alone."""
+        self._sentinels: list[Node] = []
         self._slots: list[Node | None] = [None]
         """The node of each slot; of a server that is no cluster, of all keys."""
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._told_by: Node | None = None
         """Whoever said last that the map is wrong."""
-        self._first_look: BaseException | None = None
+        self._problem: BaseException | None = None
+        """Why the last look was in vain."""
         self._looked = threading.Event()
         self._interval = _REFRESH_INTERVAL if tier.service is None else _SENTINEL_INTERVAL
-        self._names_at = time.monotonic() + _NAMES_INTERVAL
         self._log = LimitedLog(logger, _SAID_AGAIN)
-        self._threads = ThreadPool(f"hicache-{name}-nodes")
-        self._under_way: set[object] = set()
-        """Endpoints and nodes that are being asked, also those that were left behind."""
+        self._names = BackgroundLoop(f"hicache-{name}-names", self._follow_names)
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
         if not self._keeper.wake():
             raise StoreSetupError(name, "there is no thread to keep its topology with")
         reached = self._looked.wait(tier.longest_call)
-        problem = self._first_look if reached else TimeoutError(f"no answer within {tier.longest_call:g} s")
+        problem = self._problem if reached else TimeoutError(f"no answer within {tier.longest_call:g} s")
         if isinstance(problem, StoreSetupError) or (problem is not None and tier.required):
             self.close()
             if isinstance(problem, StoreSetupError):
@@ -156,13 +146,14 @@ class Topology:
     def close(self) -> None:
         """What is under way is waited for, unless a name server keeps it for very long."""
         deadline = time.monotonic() + _LONGEST_FAREWELL
+        self._names.stop(0)
         self._keeper.stop(_LONGEST_FAREWELL)
-        nodes = list(self._nodes.values())
+        nodes = [*self._nodes.values(), *self._sentinels]
         for node in nodes:
             node.close(0)
         for node in nodes:
             node.close(max(0.0, deadline - time.monotonic()))
-        self._threads.close(max(0.0, deadline - time.monotonic()))
+        self._names.stop(max(0.0, deadline - time.monotonic()))
 
     def _node(self, endpoint: Endpoint) -> Node:
         """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
@@ -179,141 +170,113 @@ class Topology:
             return left
         self._refresh_wanted = False
         self._last_look = time.monotonic()
-        self._look()
-        if time.monotonic() >= self._names_at:
-            up = [node for node in self._nodes.values() if node.up]
-            self._side_by_side(Node.follow_name, up)
-            self._names_at = time.monotonic() + _NAMES_INTERVAL
+        self._names.wake(_NAMES_INTERVAL)
+        try:
+            problem = self._learn()
+        except StoreSetupError as error:
+            problem = error
+        if self._tier.required and isinstance(problem, TimeoutError) and not self._looked.is_set():
+            # One that is only slow gets the tier's whole timeout: a start depends on it.
+            self._refresh_wanted = True
+        else:
+            self._problem = problem
+            self._looked.set()
         return self._pause()
+
+    def _follow_names(self) -> None:
+        for node in [*self._nodes.values(), *self._sentinels]:
+            if node.up:
+                node.follow_name()
 
     def _pause(self) -> float:
         """Seconds between two looks, as things are."""
         wanted = self._refresh_wanted or not self.nodes or any(not node.up for node in self.nodes)
         return _REFRESH_PAUSE if wanted else self._interval
 
-    def _look(self) -> None:
-        problem: BaseException | None = None
-        try:
-            problem = self._learn()
-        except StoreSetupError as error:
-            problem = error
-        except Exception as error:  # noqa: BLE001 - the keeper must not end
-            problem = error
-            words = "tier %s: learning the topology ended in an error that nobody expected"
-            self._log.log(logging.ERROR, "learning", words, self._name, exc_info=error)
-        if not self._looked.is_set():
-            if self._tier.required and isinstance(problem, TimeoutError):
-                # One that is only slow gets the tier's whole timeout: a start depends on it.
-                self._refresh_wanted = True
-                return
-            self._first_look = problem
-            self._looked.set()
-
     def _learn(self) -> BaseException | None:
-        """Ask the nodes, some at a time, until one knows every slot; why none could be used, or None."""
+        """Ask the nodes until one knows every slot; why none could be used, or None."""
         if self._tier.service is not None:
             return self._learn_from_sentinels()
         problem: BaseException | None = None
         best: _Map | None = None
-        known = sorted(self._nodes.values(), key=lambda node: (not node.up, node is not self._told_by))
-        endpoints = list(dict.fromkeys([*(node.endpoint for node in known), *self._tier.endpoints]))
-        # The first one mostly knows; of nodes that are dead each costs a second.
-        portions = [endpoints[:1], *(endpoints[at : at + _AT_ONCE] for at in range(1, len(endpoints), _AT_ONCE))]
-        for portion in portions:
+        for node in self._asked():
             if self._keeper.stopping or (best is not None and None not in best):
                 break
-            for endpoint, answer in zip(portion, self._side_by_side(self._map_of, portion), strict=True):
-                if isinstance(answer, StoreSetupError):
-                    raise answer
-                if isinstance(answer, BaseException):
-                    problem = problem or _in_words(answer)
-                elif answer is None:
-                    if not self.is_cluster:
-                        return self._use_single(endpoint)
-                    problem = problem or ConnectionError(f"{endpoint} is in no cluster any more")
-                # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
-                elif best is None or answer.count(None) < best.count(None):
-                    best = answer
+            answer = self._answer(node, self._map_of)
+            if isinstance(answer, BaseException):
+                problem = problem or _in_words(answer)
+            elif answer is None:
+                if not self.is_cluster:
+                    return self._use_single(node)
+                problem = problem or ConnectionError(f"{node.endpoint} is in no cluster any more")
+            # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
+            elif best is None or answer.count(None) < best.count(None):
+                best = answer
         if best is not None:
             return self._use_cluster(best)
         return problem or ConnectionError("no server")
 
+    def _asked(self) -> Iterator[Node]:
+        """The nodes that are known; where they do not do, those of the configuration, all reached side by side."""
+        yield from sorted(self._nodes.values(), key=lambda node: (not node.up, node is not self._told_by))
+        yield from [self._node(endpoint) for endpoint in self._tier.endpoints]
+
     def _learn_from_sentinels(self) -> BaseException | None:
         """The primary that most Sentinels name. Until it can be reached the one of before stays."""
-        answers = self._side_by_side(self._primary_by, self._tier.endpoints)
+        if not self._sentinels:
+            # A Sentinel has no database, and is no node for the metrics.
+            login = {"username": self._tier.sentinel_username, "password": self._tier.sentinel_password, "database": 0}
+            tier, metrics = self._tier.model_copy(update=login), TierMetrics(self._name)
+            self._sentinels = [Node(tier, one, self._tls, metrics, self.refresh_soon) for one in tier.endpoints]
+        answers = [self._answer(sentinel, self._primary_by) for sentinel in self._sentinels]
         named = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not named:
             problems = [answer for answer in answers if isinstance(answer, BaseException)]
             return _in_words(problems[0])
         ((primary, _),) = Counter(named).most_common(1)
-        if (problem := self._use_single(primary)) is None:
-            self._keep_only([primary])
-        return problem
+        return self._use_single(self._node(primary))
 
-    def _keep_only(self, kept: Collection[Endpoint]) -> None:
+    def _keep_only(self, kept: Iterable[Node]) -> None:
         """Close all other nodes."""
-        for endpoint in self._nodes.keys() - set(kept):
+        for endpoint in self._nodes.keys() - {node.endpoint for node in kept}:
             self._nodes.pop(endpoint).close(0)
 
-    def _side_by_side(self, ask: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer | BaseException]:
-        """What each answers, or why it does not. What takes long (a name server) is left to itself, and not asked again
-        before it has ended."""
-        until = time.monotonic() + _ROUND * short_call(self._tier)
-        answers: list[_Answer | BaseException] = [TimeoutError("no answer in time") for _ in asked]
-        free = [number for number, one in enumerate(asked) if one not in self._under_way]
-        left = iter(free)
+    def _answer(self, node: Node, ask: Callable[[Node], _Answer]) -> _Answer | BaseException:
+        """What a node answers, or why it does not."""
+        if (problem := node.problem()) is not None:
+            return problem
+        try:
+            return ask(node)
+        except StoreSetupError:
+            raise
+        except (StoreError, OSError, ConfigError) as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's words make of the code that reads them
+            kind, who = type(error).__name__, node.endpoint
+            words = "tier %s: %s answers what no Redis does (%s)"
+            self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, kind)
+            return ConnectionError(f"an answer that no Redis gives ({kind})")
 
-        def work() -> None:
-            for number in left:
-                if time.monotonic() >= until:
-                    return
-                one: Any = asked[number]
-                self._under_way.add(one)
-                try:
-                    answers[number] = ask(one)
-                except (StoreError, OSError, ConfigError, StoreSetupError) as error:
-                    answers[number] = error
-                except Exception as error:  # noqa: BLE001 - whatever a stranger's words make of the code that reads them
-                    kind, who = type(error).__name__, one.endpoint if isinstance(one, Node) else one
-                    words = "tier %s: %s answers what no Redis does (%s)"
-                    self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, kind)
-                    answers[number] = ConnectionError(f"an answer that no Redis gives ({kind})")
-                finally:
-                    self._under_way.discard(one)
+    def _asking(self, node: Node) -> contextlib.AbstractContextManager[Connection]:
+        """A connection for one question."""
+        return node.connection(node.requests, time.monotonic() + short_call(self._tier))
 
-        begun: list[Call[None]] = []
-        # Closed, or no thread to be had.
-        with contextlib.suppress(RuntimeError):
-            threads = min(len(free), _AT_ONCE, _MOST_UNDER_WAY - len(self._under_way))
-            begun.extend(self._threads.start(work) for _ in range(threads))
-        for call in begun:
-            call.ended_within(until - time.monotonic())
-        return list(answers)
-
-    def _connected(self, endpoint: Endpoint, tier: RedisTierConfig) -> contextlib.closing[Connection]:
-        """A connection to a server that may be no node, for a short call. Asks a name server, which may take long."""
-        # A cluster has no other database, and a Sentinel none.
-        login = tier.model_copy(update={"database": 0})
-        until = time.monotonic() + short_call(tier)
-        return contextlib.closing(open_connection(login, endpoint, resolve(endpoint), self._tls, until))
-
-    def _primary_by(self, sentinel: Endpoint) -> Endpoint:
+    def _primary_by(self, sentinel: Node) -> Endpoint:
         """The primary that a Sentinel names. Raises StoreError, OSError, ConfigError, and ValueError or TypeError for
         what no Sentinel says."""
-        tier, service = self._tier, self._tier.service or ""
-        login = tier.model_copy(update={"username": tier.sentinel_username, "password": tier.sentinel_password})
-        with self._connected(sentinel, login) as connection:
+        service = self._tier.service or ""
+        with self._asking(sentinel) as connection:
             address: Any = connection.tell(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
         if not address:
             raise ConnectionError(f"the Sentinel knows no service {service}")
         host, port = address
         return Endpoint.named(host, port)
 
-    def _map_of(self, endpoint: Endpoint) -> _Map | None:
+    def _map_of(self, node: Node) -> _Map | None:
         """None when the server is no cluster."""
         if self._tier.cluster is False:
             return None
-        with self._connected(endpoint, self._tier) as connection:
+        with self._asking(node) as connection:
             connection.send(command(b"CLUSTER", b"SLOTS"))
             answer = connection.reader.answer()
         if isinstance(answer, ErrorReply):
@@ -322,24 +285,21 @@ class Topology:
                 raise RefusedError(answer.code, b"CLUSTER SLOTS")
             if self._tier.cluster == "auto":
                 return None
-            problem = f"redis at {endpoint} is not a cluster, and cluster is true"
+            problem = f"redis at {node.endpoint} is not a cluster, and cluster is true"
             raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"])
-        return _map_in(answer, endpoint)
+        return _map_in(answer, node.endpoint)
 
-    def _use_single(self, endpoint: Endpoint) -> BaseException | None:
-        node = self._node(endpoint)
-        if (problem := node.tried_within(_ROUND * short_call(self._tier))) is None:
+    def _use_single(self, node: Node) -> BaseException | None:
+        if (problem := node.problem()) is None:
             self._slots = [node]
+            self._keep_only([node])
         return problem
 
     def _use_cluster(self, named: _Map) -> BaseException | None:
-        if self._tier.database:
-            raise StoreSetupError(self._name, "a redis cluster has only database 0", ["leave database out"])
         nodes = {endpoint: self._node(endpoint) for endpoint in set(named) if endpoint is not None}
         self._slots = [None if endpoint is None else nodes[endpoint] for endpoint in named]
-        self._keep_only({node.endpoint for node in self.nodes})
-        until = time.monotonic() + _ROUND * short_call(self._tier)
-        problems = [node.tried_within(max(0.0, until - time.monotonic())) for node in self.nodes]
+        self._keep_only(self.nodes)
+        problems = [node.problem() for node in self.nodes]
         return None if None in problems else next(iter(problems), ConnectionError("it has no slots"))
 
 
@@ -377,7 +337,9 @@ def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
 
 def _in_words(error: BaseException) -> BaseException:
     """The error as whoever configures the tier understands it."""
-    if isinstance(error, LoginError) and not str(error).startswith("SELECT"):
+    if isinstance(error, LoginError) and str(error).startswith("SELECT"):
+        return ConnectionError(f"{error}; a cluster has only database 0")
+    if isinstance(error, LoginError):
         # ERR is also what one says that takes no more clients.
         more = ", and its maxclients" if error.code == "ERR" else ""
         return ConnectionError(f"the login is refused ({error.code}); check username and password{more}")

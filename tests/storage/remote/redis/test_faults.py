@@ -636,9 +636,9 @@ def test_a_node_that_has_forgotten_its_cluster_does_not_empty_the_map(left, tmp_
         known = {first.port: halves, second.port: halves}
         asked: list[int] = []
 
-        def map_of(topology, endpoint):
-            asked.append(endpoint.port)
-            return known[endpoint.port]
+        def map_of(topology, node):
+            asked.append(node.endpoint.port)
+            return known[node.endpoint.port]
 
         monkeypatch.setattr(Topology, "_map_of", map_of)
         store = open_store(first, second)
@@ -722,7 +722,7 @@ def test_the_node_that_says_that_a_slot_has_moved_is_the_first_that_is_asked_for
     store = open_store(empty_cluster.servers[0])
     topology, asked = store._topology, []
     real = topology._map_of
-    monkeypatch.setattr(topology, "_map_of", lambda endpoint: (asked.append(endpoint), real(endpoint))[1])
+    monkeypatch.setattr(topology, "_map_of", lambda node: (asked.append(node.endpoint), real(node))[1])
     for node in topology.nodes:
         asked.clear()
         topology.refresh_soon(node)

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from hicache_ext.storage.tiers.redis import topology
 from hicache_ext.storage.tiers.redis.config import RedisTierConfig
 from hicache_ext.storage.tiers.redis.store import RedisPageStore
 from tests.storage.remote.redis.conftest import PREFIX
@@ -81,31 +80,6 @@ def test_a_name_server_that_hangs_holds_up_no_start_and_no_look(monkeypatch) -> 
         assert_follows(store, sound, one, other)
         assert len(asked) == 1
         ended.set()
-
-
-def test_many_that_hang_are_left_behind_together_and_cost_a_bounded_number_of_threads(monkeypatch) -> None:
-    ended, begun = threading.Event(), []
-    monkeypatch.setattr(topology, "_ROUND", 0.2)
-    with ExitStack() as stack:
-        one = stack.enter_context(FakeServer(lambda words: b"+OK\r\n"))
-        store = stack.enter_context(opened(stack.enter_context(FakeServer(sentinel_of(one)))))
-        stack.callback(ended.set)
-
-        def hang(number: int) -> int:
-            begun.append(number)
-            ended.wait(30)
-            return number
-
-        began, threads = time.monotonic(), threading.active_count()
-        for _ in range(8):
-            answers = store._topology._side_by_side(hang, range(200))
-            assert {type(answer) for answer in answers} == {TimeoutError}
-        assert time.monotonic() - began < 8
-        assert len(begun) == len(set(begun)) == topology._MOST_UNDER_WAY
-        assert threading.active_count() <= threads + topology._MOST_UNDER_WAY
-        ended.set()
-        wait_until(lambda: not store._topology._under_way, "the end of all questions", 10.0)
-        assert store._topology._side_by_side(lambda number: number, range(200)) == list(range(200))
 
 
 def assert_follows(store: RedisPageStore, sentinel: Answers, one: FakeServer, other: FakeServer) -> None:
