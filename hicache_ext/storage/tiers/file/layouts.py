@@ -26,15 +26,39 @@ from hicache_ext import native
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import make_directory, move_aside, open_plain_file
 from hicache_ext.runtime.file_systems import MOUNTINFO, file_system_of
-from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME, MEMBERS, SLAB_FILE, SLAB_VERSION, VERSION_NAME
 
 logger = logging.getLogger(__name__)
+
+MEMBERS = "members"
+"""In PATH, or in the directory of slabs: who uses it (runtime/members.py)."""
+SLAB_VERSION = 3
+"""Format of the slabs of this version, and the number of their directory."""
+VERSION_NAME = re.compile(r"v([0-9]{1,9})")
+"""A directory in PATH with one version's files."""
+
+IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
+"""A directory of pages alone."""
+BUCKET_NAME = re.compile(r"[0-9a-f]{11}")
+"""A directory of packs."""
+FILES_NAME = re.compile(f"{FANOUT_NAME.pattern}|{BUCKET_NAME.pattern}")
+PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
+PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
+"""A page alone."""
+SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
+TEMPORARY_FILE = re.compile(r"([0-9]{1,15})\.[0-9]+\.(?:tmp|clear)")
+"""In PATH/tmp; its first group is the number of the member that writes."""
 
 Layout = Literal["pages", "slab"]
 FORMATS = {"pages": 2, "slab": SLAB_VERSION}
 """Layout -> format of its files."""
 
 _SLABS = "slabs"
+
+
+def name_in(directory: str) -> re.Pattern[str]:
+    """The names of files of pages in this directory: of packs in a bucket, and of pages alone anywhere else."""
+    return PACK_NAME if BUCKET_NAME.fullmatch(os.path.basename(directory)) else PAGE_NAME
 
 
 def slab_home(path: Path) -> Path:

@@ -1,7 +1,7 @@
-"""The modes of the files in PATH, corrected when a server starts: older files, or files made with another mode.
+"""The modes of the files in PATH, corrected when a server starts: somebody has changed them, or the configuration.
 
-A file that is not ours keeps its mode, and so does a directory that holds one. The directory of a newer release
-(layouts.py) is left alone.
+A directory of ours in PATH that holds nothing else is ours with all that is below it. What is not ours keeps its mode,
+and so does PATH, or a directory in it, that holds such a thing. The directory of a newer release is left alone.
 """
 
 from __future__ import annotations
@@ -12,89 +12,49 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import IDENTITIES, Access, make_directory, make_tier_directory
+from hicache_ext.storage.tiers.file.layouts import (
+    IDENTITY_NAME,
+    MEMBERS,
+    TEMPORARY_FILE,
+    Layout,
+    layout_in,
+    newer_versions,
+    slab_home,
+)
 
 logger = logging.getLogger(__name__)
 
-MEMBERS = "members"
-"""In PATH, or in the directory of slabs: who uses it (runtime/members.py)."""
-SLAB_VERSION = 3
-"""Format of the slabs of this version, and the number of their directory."""
-VERSION_NAME = re.compile(r"v([0-9]{1,9})")
-"""A directory in PATH with one version's files."""
-
-IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
-FANOUT_NAME = re.compile(r"[0-9a-f]{2}")
-"""A directory of pages alone."""
-BUCKET_NAME = re.compile(r"[0-9a-f]{11}")
-"""A directory of packs."""
-FILES_NAME = re.compile(f"{FANOUT_NAME.pattern}|{BUCKET_NAME.pattern}")
-PACK_NAME = re.compile(r"[0-9a-f]{11}-[0-9a-f]{10}-.+\.pack")
-PAGE_NAME = re.compile(r"[0-9a-f]{64}\.page")
-"""A page alone."""
-SLAB_FILE = re.compile(r"([0-9a-f]{8})-([0-9]+)\.(slab|headers)")
-TEMPORARY_FILE = re.compile(r"([0-9]{1,15})\.[0-9]+\.(?:tmp|clear)")
-"""In PATH/tmp; its first group is the number of the member that writes."""
+_FILES = re.compile(rf"usage|{MEMBERS}|io_probe\.(json|lock)|\.io_probe\.json\.[0-9]+\.[0-9]+|\.probe\.[0-9]+")
+"""In PATH."""
 _OF_IDENTITY = r"([0-9a-f]{32}|all)\.(json|cleared)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Directory:
-    """What is ours in a directory: files by what their names match, and so directories."""
-
-    files: str
-    directories: Mapping[str, _Directory] = field(default_factory=dict)
-    is_large: bool = False
-    """It holds page files: who else has something in it is not looked for, and it is corrected only where its own mode
-    is wrong."""
-
-
-_NONE = "(?!)"
-_PAGES_OF_IDENTITY = _Directory(
-    _NONE,
-    {
-        FANOUT_NAME.pattern: _Directory(PAGE_NAME.pattern, is_large=True),
-        BUCKET_NAME.pattern: _Directory(PACK_NAME.pattern, is_large=True),
-    },
-    is_large=True,
-)
-_SLAB_HOME = _Directory(
-    r"lock|members|[0-9a-f]{1,10}\.sock",
-    {"slabs": _Directory(SLAB_FILE.pattern)},
-)
-_TIER = _Directory(
-    r"usage|members|io_probe\.(json|lock)|\.io_probe\.json\.[0-9]+\.[0-9]+|\.probe\.[0-9]+",
-    {
-        IDENTITIES: _Directory(rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+"),
-        "pins": _Directory(r".+\.json|\..+\.json\.[0-9]+\.[0-9]+"),
-        "hints": _Directory(r".+\.(hint|new)"),
-        "tmp": _Directory(TEMPORARY_FILE.pattern, {TEMPORARY_FILE.pattern: _PAGES_OF_IDENTITY}),
-        "pages": _Directory(_NONE, {IDENTITY_NAME.pattern: _PAGES_OF_IDENTITY}),
-        "weights": _Directory(r"[0-9a-f]{32}"),
-    },
-)
-"""PATH; there also are the directories of versions (``_inside``)."""
+_DIRECTORIES = {
+    IDENTITIES: rf"{_OF_IDENTITY}|\.{_OF_IDENTITY}\.[0-9]+\.[0-9]+",
+    "pins": r".+\.json|\..+\.json\.[0-9]+\.[0-9]+",
+    "hints": r".+\.(hint|new)",
+    "tmp": TEMPORARY_FILE.pattern,
+    "pages": IDENTITY_NAME.pattern,
+    "weights": IDENTITY_NAME.pattern,
+}
+"""In PATH, by name, and what matches the names in each."""
+_IN_SLAB_HOME = rf"lock|{MEMBERS}|slabs|[0-9a-f]{{1,10}}\.sock"
 _NOBODYS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
 """Not ours, and not harmed when the directory around it is closed to others."""
 
-_PAGE_FILES_SECONDS = 10.0
-"""Longest time for page files in a directory that was just closed to others: nobody can reach them any more,
-so their own mode matters little."""
+_SECONDS = 10.0
+"""Longest time for what is in a directory that was just closed to others: nobody can reach it any more, so its own mode
+matters little."""
 
 
-def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -> None:
+def prepare_directory(path: Path, access: Access, tier: str) -> None:
     """Make PATH and its parents, and give our files in it the modes of ``access``; logs one line if that changed
-    anything. Raises OSError where PATH cannot be made, StoreSetupError where this account is not in the group.
-
-    ``is_tier``: whether PATH was a tier's before (layouts.py). If not, everything in it is somebody else's, whatever
-    its name: others use names like ``index`` and ``weights``, too.
-    """
+    anything. Raises OSError where PATH cannot be made, StoreSetupError where this account is not in the group."""
+    layout = layout_in(path)
     try:
         make_tier_directory(path, access)
         make_directory(path / IDENTITIES, access)
@@ -102,12 +62,7 @@ def prepare_directory(path: Path, access: Access, tier: str, *, is_tier: bool) -
         if access.gid is not None and path.exists() and os.access(path, os.W_OK | os.X_OK):
             raise _no_such_right(path, access, tier) from error
         raise
-    _Modes(path, access, tier).put_right(is_tier=is_tier)
-
-
-def name_in(directory: str) -> re.Pattern[str]:
-    """The names of files of pages in this directory: of packs in a bucket, and of pages alone anywhere else."""
-    return PACK_NAME if BUCKET_NAME.fullmatch(os.path.basename(directory)) else PAGE_NAME
+    _Modes(path, access, tier).put_right(layout)
 
 
 def _no_such_right(path: Path, access: Access, tier: str) -> StoreSetupError:
@@ -126,106 +81,121 @@ class _Modes:
         self._access = access
         self._tier = tier
         self._changed = 0
-        self._theirs: list[str] = []
-        self._failed: list[str] = []
-        self._until = math.inf if access.group else time.monotonic() + _PAGE_FILES_SECONDS
+        self._kept: defaultdict[str, list[str]] = defaultdict(list)
+        """What keeps a wrong mode, by the reason."""
+        self._until = math.inf if access.group else time.monotonic() + _SECONDS
 
-    def put_right(self, *, is_tier: bool) -> None:
-        mode = stat.S_IMODE(self._path.stat().st_mode)
-        if is_tier:
-            self._put_all(self._path, _TIER)
-        else:
-            # What another process makes that starts now has the right mode already.
-            ours, others = _ours_and_others(self._path, _TIER)
-            self._put_shared(self._path, [*others, *[entry.name for entry, _ in ours if self._wrong(entry)]])
-        self._say(mode)
-
-    def _put_all(self, path: Path, directory: _Directory) -> None:
-        """Correct a directory of ours and what is ours in it."""
-        ours, others = _ours_and_others(path, directory)
+    def put_right(self, layout: Layout | None) -> None:
+        """``layout``: of the tier that PATH was before. If it was none, everything in it is somebody else's, whatever
+        its name: others use names like ``pages`` and ``weights``, too."""
+        mode, newer = stat.S_IMODE(self._path.stat().st_mode), {place.name for place in newer_versions(self._path)}
+        known = _DIRECTORIES | ({slab_home(self._path).name: _IN_SLAB_HOME} if layout == "slab" else {})
+        places: list[tuple[str, list[str], list[str]]] = [(str(self._path), [], [])]
+        """Directories, each with the paths of what is ours in it, and of what is not and harmed when it is closed."""
+        _, files, strangers = places[0]
+        for entry in _entries(self._path):
+            is_directory = entry.is_dir(follow_symlinks=False)
+            if layout is None and self._wrong(entry.path):
+                # What another process makes that starts now has the right mode already.
+                strangers.append(entry.path)
+            elif is_directory and entry.name in known:
+                inside = {one.path: re.fullmatch(known[entry.name], one.name) for one in _entries(entry.path)}
+                others = [path for path, ours in inside.items() if not ours]
+                places.append((entry.path, [path for path, ours in inside.items() if ours], others))
+                strangers += others
+            elif not is_directory and _FILES.fullmatch(entry.name):
+                files.append(entry.path)
+            elif entry.name not in newer:
+                strangers.append(entry.path)
         # Close from outside inwards, open from inside outwards: after a kill at any point nothing is open that should
         # not be, and the next start goes on.
+        for directory, ours, others in reversed(places) if self._access.group else places:
+            if not self._access.group:
+                self._put_shared(directory, others)
+            for path in ours if layout is not None else ():
+                self._put_all(path)
+            if self._access.group:
+                self._put_shared(directory, others)
+        self._say(mode)
+
+    def _put_shared(self, directory: str, strangers: list[str]) -> None:
+        """Correct PATH, or a directory in it, unless it also holds something else."""
+        status = os.stat(directory)
+        is_sticky = status.st_mode & stat.S_ISVTX
+        if not strangers and not is_sticky:
+            self._correct(os.path.realpath(directory))
+        elif self._is_wrong(status):
+            logger.warning(
+                "tier %s: %s %s and keeps its mode %04o%s",
+                self._tier,
+                directory,
+                f"holds other things than this tier ({strangers[0]!r})"
+                if strangers
+                else "has the sticky bit of a place that accounts share",
+                stat.S_IMODE(status.st_mode),
+                ": whoever may write there can take the tier's directories away"
+                if status.st_mode & 0o022 and not is_sticky
+                else "",
+            )
+
+    def _put_all(self, path: str) -> None:
+        """Correct a file of ours, or a directory with all that is in it, unless its own mode is right."""
+        if not self._wrong(path):
+            return
         if not self._access.group:
-            self._put_shared(path, others)
-        for entry, inside in ours:
-            if inside is not None:
-                if not inside.is_large or self._wrong(entry):
-                    self._put_all(Path(entry.path), inside)
-            elif (not directory.is_large or time.monotonic() < self._until) and (status := self._wrong(entry)):
-                self._change(entry.path, status)
+            self._correct(path)
+        for directory, directories, files in os.walk(path, topdown=not self._access.group):
+            for name in (*directories, *files):
+                if time.monotonic() > self._until:
+                    return
+                self._correct(os.path.join(directory, name))
         if self._access.group:
-            self._put_shared(path, others)
+            self._correct(path)
 
-    def _put_shared(self, directory: Path, strangers: list[str]) -> None:
-        """Correct PATH, or a directory in it, unless it also holds files of others."""
-        try:
-            status = directory.lstat() if directory != self._path else directory.stat()
-        except OSError:
-            return
-        if not self._is_wrong(status):
-            return
-        if not strangers and not status.st_mode & stat.S_ISVTX:
-            self._change(str(directory), status)
-            return
-        logger.warning(
-            "tier %s: %s %s and keeps its mode %04o%s",
-            self._tier,
-            directory,
-            f"holds other things than this tier ({strangers[0]!r})"
-            if strangers
-            else "has the sticky bit of a place that accounts share",
-            stat.S_IMODE(status.st_mode),
-            ": whoever may write there can take the tier's directories away"
-            if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-            else "",
-        )
-
-    def _wrong(self, entry: os.DirEntry[str]) -> os.stat_result | None:
-        """The status of an entry whose mode is not as it is to be; None for one that is gone, too."""
+    def _wrong(self, path: str) -> bool:
         with suppress(OSError):
-            status = entry.stat(follow_symlinks=False)
-            return status if self._is_wrong(status) else None
-        return None
+            return self._is_wrong(os.lstat(path))
+        return False
 
     def _is_wrong(self, status: os.stat_result) -> bool:
+        is_directory = stat.S_ISDIR(status.st_mode)
+        if not (is_directory or stat.S_ISREG(status.st_mode) or stat.S_ISSOCK(status.st_mode)):
+            return False
         if self._access.gid is not None and status.st_gid != self._access.gid:
             return True
-        if stat.S_ISDIR(status.st_mode):
-            # A private directory may have the set-group-ID bit from its parent: that is no error.
-            mask = 0o2777 if self._access.group else 0o777
-            return status.st_mode & mask != self._access.directory_mode & mask
-        is_file = stat.S_ISREG(status.st_mode) or stat.S_ISSOCK(status.st_mode)
-        return is_file and stat.S_IMODE(status.st_mode) != self._access.file_mode
+        # A private directory may have the set-group-ID bit from its parent: that is no error.
+        mask = 0o7777 if not is_directory else 0o2777 if self._access.group else 0o777
+        return status.st_mode & mask != self._wanted(status) & mask
 
-    def _change(self, path: str, seen: os.stat_result) -> None:
-        """Change the file or directory that was seen, and not another one that has taken its name since."""
-        if seen.st_uid != os.geteuid():
-            self._theirs.append(path)
-            return
+    def _wanted(self, status: os.stat_result) -> int:
+        return self._access.directory_mode if stat.S_ISDIR(status.st_mode) else self._access.file_mode
+
+    def _correct(self, path: str) -> None:
+        """Change the file or directory that has this name now, whatever has it in a moment."""
         try:
             fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return
+        opened = f"/proc/self/fd/{fd}"
         try:
             status = os.fstat(fd)
-            if (status.st_dev, status.st_ino) != (seen.st_dev, seen.st_ino):
+            if not self._is_wrong(status):
                 return
-            opened = f"/proc/self/fd/{fd}"
-            if self._access.gid is not None and status.st_gid != self._access.gid:
-                os.chown(opened, -1, self._access.gid)
-            is_directory = stat.S_ISDIR(status.st_mode)
-            os.chmod(opened, self._access.directory_mode if is_directory else self._access.file_mode)
+            if status.st_uid != os.geteuid():
+                self._kept[f"belong to another account than this one (uid {os.geteuid()})"].append(path)
+                return
+            try:
+                if self._access.gid is not None:
+                    os.chown(opened, -1, self._access.gid)
+                os.chmod(opened, self._wanted(status))
+            except OSError as error:
+                if self._access.gid is not None and isinstance(error, PermissionError):
+                    raise _no_such_right(self._path, self._access, self._tier) from error
             # Some file systems report success and change nothing.
             if self._is_wrong(os.fstat(fd)):
-                self._failed.append(path)
+                self._kept["are on a file system that does not change modes"].append(path)
             else:
                 self._changed += 1
-        except PermissionError as error:
-            if self._access.gid is not None:
-                raise _no_such_right(self._path, self._access, self._tier) from error
-            self._failed.append(path)
-        except OSError:
-            self._failed.append(path)
         finally:
             os.close(fd)
 
@@ -239,64 +209,21 @@ class _Modes:
                 self._changed,
                 self._access,
             )
-        for paths, why in (
-            (self._theirs, f"belong to another account than this one (uid {os.geteuid()})"),
-            (self._failed, "are on a file system that does not change modes"),
-        ):
-            if paths:
-                logger.warning(
-                    "tier %s: %d files and directories, the first of them %s, %s and keep their mode; others may be "
-                    "able to read them",
-                    self._tier,
-                    len(paths),
-                    paths[0],
-                    why,
-                )
+        for reason, paths in self._kept.items():
+            logger.warning(
+                "tier %s: %d files and directories, the first of them %s, %s and keep their mode; others may be able "
+                "to read them",
+                self._tier,
+                len(paths),
+                paths[0],
+                reason,
+            )
 
 
-def _entries(directory: str | Path) -> list[os.DirEntry[str]]:
+def _entries(directory: Path | str) -> list[os.DirEntry[str]]:
+    """What is in a directory and somebody's."""
     try:
         with os.scandir(directory) as listing:
-            return list(listing)
+            return [entry for entry in listing if not _NOBODYS.fullmatch(entry.name)]
     except OSError:
         return []
-
-
-def _ours_and_others(
-    path: Path | str, directory: _Directory
-) -> tuple[list[tuple[os.DirEntry[str], _Directory | None]], list[str]]:
-    """What is ours in a directory of ours, directories with what they are; and the names of what is not, and harmed
-    when it is closed, there and below it."""
-    ours: list[tuple[os.DirEntry[str], _Directory | None]] = []
-    others: list[str] = []
-    for entry in _entries(path):
-        inside = _inside(entry, directory)
-        if inside is not None or (
-            re.fullmatch(directory.files, entry.name) and not entry.is_dir(follow_symlinks=False)
-        ):
-            ours.append((entry, inside))
-            if inside is not None and not inside.is_large:
-                others += [f"{entry.name}/{name}" for name in _ours_and_others(entry.path, inside)[1]]
-        elif not (_NOBODYS.fullmatch(entry.name) or (directory is _TIER and _is_other_version(entry))):
-            others.append(entry.name)
-    return ours, others
-
-
-def _inside(entry: os.DirEntry[str], directory: _Directory) -> _Directory | None:
-    """What an entry of a directory of ours is; None where it is no directory of ours."""
-    if not entry.is_dir(follow_symlinks=False):
-        return None
-    if directory is _TIER and _version_of(entry) == SLAB_VERSION:
-        return _SLAB_HOME
-    return next((inside for name, inside in directory.directories.items() if re.fullmatch(name, entry.name)), None)
-
-
-def _version_of(entry: os.DirEntry[str]) -> int | None:
-    """The version whose directory this entry of PATH is. Others have directories of such names, too: where nobody uses
-    it as a tier, it is theirs."""
-    match = VERSION_NAME.fullmatch(entry.name)
-    return int(match[1]) if match and os.path.lexists(os.path.join(entry.path, MEMBERS)) else None
-
-
-def _is_other_version(entry: os.DirEntry[str]) -> bool:
-    return _version_of(entry) not in (None, SLAB_VERSION)

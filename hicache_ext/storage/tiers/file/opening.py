@@ -16,7 +16,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, choose_io, measured_device, takes_direct
-from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, choose_layout, layout_in
+from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, choose_layout
 from hicache_ext.storage.tiers.file.modes import prepare_directory
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.path_store import PathStore
@@ -113,7 +113,7 @@ def _open_path(
     try:
         layout, reason = chosen_layout(name, tier, path)
         check_before_start(path, layout, name)
-        prepare_directory(path, access, name, is_tier=layout_in(path) is not None)
+        prepare_directory(path, access, name)
         plan = _plan(name, tier, path, direct_possible=layout == "slab")
     except OSError as error:
         of_another = ["run the server as the account that owns it, or share it with mode: group"]
