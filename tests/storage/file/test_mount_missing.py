@@ -188,8 +188,7 @@ def test_another_disk_in_the_place_of_a_detached_one_is_served_and_the_detached_
     subprocess.run(["mount", "-t", "tmpfs", "none", str(mounted[0])], check=True)
     wait_until(lambda: times(store, "path_out_of_service") == 1)
     assert_it_serves_what_is_there_now(store, path)
-    reason = "the directory that was opened is not there any more" if below else "another file system is there"
-    assert f"path {path} is out of service: {reason}" in caplog.text
+    assert f"path {path} is out of service: its files are not there any more" in caplog.text
     assert device not in devices_in_use()
     store.close()
 
@@ -258,5 +257,5 @@ def test_another_directory_in_the_place_of_a_renamed_one_is_served(
     path.mkdir()
     wait_until(lambda: times(store, "path_out_of_service") == 1)
     assert_it_serves_what_is_there_now(store, path)
-    assert f"path {path} is out of service: another directory is there than was opened" in caplog.text
+    assert f"path {path} is out of service: its files are not there any more" in caplog.text
     store.close()
