@@ -26,6 +26,7 @@ _PLAN = "plan replays LRU in Python: the same figures to every digit, without gh
 _ONE_WAY = "it has one way: numpy is as fast there as the native core was"
 
 FORMER = {
+    "test_an_overlay_is_what_its_upper_layer_is": "-> test_an_overlay_is_a_disk_of_the_host",
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"
     ),

@@ -78,7 +78,6 @@ class Mount:
     point: str
     type: str
     source: str
-    options: dict[str, str]
     device: str = ""
     """Of the file system, major:minor."""
 
@@ -105,10 +104,7 @@ def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
         fields, rest = before.split(" "), after.split(" ")
         if not separator or len(fields) < 5 or not rest[0]:
             continue
-        source, options = [*rest[1:3], "", ""][:2]
-        pairs = (option.partition("=")[::2] for option in options.split(","))
-        values = {name: _unescaped(value) for name, value in pairs}
-        mounts.append(Mount(_unescaped(fields[4]), rest[0], _unescaped(source), values, fields[2]))
+        mounts.append(Mount(_unescaped(fields[4]), rest[0], _unescaped("".join(rest[1:2])), fields[2]))
     return mounts
 
 
@@ -224,11 +220,7 @@ def file_system_of(path: Path, mountinfo: Path = MOUNTINFO) -> FileSystem:
         mounts = read_mounts(mountinfo)
     except OSError as error:
         return FileSystem("unknown", False, f"{mountinfo} cannot be read: {error.strerror or error}")
-    return _judge(Path(followed(str(path), mounts)), mounts, depth=0)
-
-
-def _judge(path: Path, mounts: list[Mount], depth: int) -> FileSystem:
-    mount = mount_of(str(path), mounts)
+    mount = mount_of(followed(str(path), mounts), mounts)
     if mount is None:
         return FileSystem("unknown", False, f"no mount of {str(path)!r} is known")
     if mount.type in _LOCAL:
@@ -236,21 +228,10 @@ def _judge(path: Path, mounts: list[Mount], depth: int) -> FileSystem:
     if name := NETWORK_FILE_SYSTEMS.get(mount.type):
         return FileSystem(mount.type, False, f"{mount.type} ({name}) may be shared between machines", shared=True)
     if mount.type == "overlay":
-        return _judge_overlay(mount, mounts, depth)
+        # The kernel takes no NFS for the upper layer, and what container runtimes put there is their host's own disk.
+        return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")
     if mount.is_fuse:
         words = "maybe shared" if mount.is_shared else "over this machine's own"
         reason = f"{mount.type} ({mount.source}) is a FUSE file system, {words}"
         return FileSystem(mount.type, False, reason, shared=mount.is_shared)
     return FileSystem(mount.type, False, f"{mount.type} is not known to be local")
-
-
-def _judge_overlay(mount: Mount, mounts: list[Mount], depth: int) -> FileSystem:
-    """What is written goes to the upper layer. In a container that is a directory of the host, out of sight."""
-    upper = mount.options.get("upperdir")
-    if upper is None:
-        return FileSystem("overlay", False, "overlay without an upper layer cannot be written")
-    if depth == 0 and os.path.isdir(upper):
-        below = _judge(Path(followed(upper, mounts)), mounts, depth + 1)
-        return FileSystem("overlay", below.local, f"overlay over {below.reason}", below.in_place, below.shared)
-    # The kernel takes no NFS, and what container runtimes put there is their host's own disk.
-    return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")

@@ -30,8 +30,7 @@ from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
-from hicache_ext.storage.tiers.file.layouts import slab_home
-from hicache_ext.storage.tiers.file.modes import prepare_directory
+from hicache_ext.storage.tiers.file.layouts import prepare_directory, slab_home
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing

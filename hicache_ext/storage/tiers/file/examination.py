@@ -18,7 +18,7 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, trial_directory, try_store
 from hicache_ext.storage.tiers.file.config import FileTierConfig
-from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, newer_versions, slab_home
+from hicache_ext.storage.tiers.file.layouts import Layout, newer_versions, slab_home
 from hicache_ext.storage.tiers.file.opening import chosen_layout, open_paths
 from hicache_ext.storage.tiers.file.slab.listing import servers_out_of_reach
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
@@ -55,7 +55,6 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
         for path in paths:
             try:
                 layouts[path], reasons[path] = chosen_layout(name, tier, path)
-                check_before_start(path, layouts[path], name)
                 findings += [*_as_found(path, tier), *of_users(path, layouts[path])]
                 places[path] = trials.enter_context(trial_directory(path))
             except OSError as error:

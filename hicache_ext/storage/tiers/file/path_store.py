@@ -158,8 +158,9 @@ class PathStore(TierStore):
         except (OSError, ValueError) as error:
             PathStore._close(self)
             reason = getattr(error, "strerror", None) or error
-            file = getattr(error, "filename", None) or path
-            raise StoreSetupError(name, f"{str(path)!r} cannot be used: {reason} ({str(file)!r})") from error
+            file = getattr(error, "filename", None)
+            where = "" if file in (None, str(path)) else f" ({file!r})"
+            raise StoreSetupError(name, f"{str(path)!r} cannot be used: {reason}{where}") from error
         except BaseException:
             PathStore._close(self)
             raise
