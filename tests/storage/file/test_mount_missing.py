@@ -19,6 +19,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime import breaker
 from hicache_ext.runtime.file_systems import on_root_file_system
+from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import opening as file_tier
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
@@ -170,7 +171,8 @@ def assert_it_serves_what_is_there_now(store: SpreadStore, path: Path) -> None:
     wait_until(lambda: times(store, "path_back_in_service") == 1)
     assert store.contains(page_keys(40)) == [False] * 40
     assert not pages_below(path)
-    store_pages(store, page_keys(20, "later"))
+    # Page files are refused while the other one that comes back begins the account anew.
+    wait_until(lambda: SetResult.REJECTED not in store_pages(store, page_keys(20, "later")))
     assert_hits(store, page_keys(20, "later"))
     assert pages_below(path)
 
