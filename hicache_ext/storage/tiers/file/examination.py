@@ -79,9 +79,6 @@ def _trial_store(
     """A small tier like this one, in other directories. Raises StoreSetupError or ConfigError, in which the tier's own
     paths are named."""
     chosen = set(layouts.values())
-    if tier.io == "direct" and chosen != {"slab"}:
-        pages = next(path for path, layout in layouts.items() if layout != "slab")
-        raise StoreSetupError(name, f"io is 'direct', and {str(pages)!r} holds page files, which are not aligned")
     small = {
         "path": tuple(str(place) for place in places.values()),
         "capacity": None if tier.capacity is None else min(tier.capacity, len(places) * _TRIAL_CAPACITY),

@@ -71,6 +71,8 @@ def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> tuple[Layout, 
     if layout == "slab" and tier.shared:
         problem = f"{str(path)!r} holds slabs, which belong to one machine, and shared is true"
         raise StoreSetupError(name, problem, ["leave shared out, or name another directory"])
+    if layout == "pages" and tier.io == "direct":
+        raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
     check_before_start(path, layout, name)
     return layout, reason
 
@@ -136,8 +138,6 @@ def _open_path(
 
 def _plan(name: str, tier: FileTierConfig, path: Path, *, direct_possible: bool) -> IoPlan:
     """Raises OSError as the disk does."""
-    if tier.io == "direct" and not direct_possible:
-        raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
     if tier.io == "direct" and not takes_direct(path):
         raise StoreSetupError(name, f"io is 'direct', and the file system of {str(path)!r} does not do O_DIRECT")
     if tier.io == "auto" and file_system_of(path).type in ("tmpfs", "ramfs"):
