@@ -114,7 +114,7 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     found: Mount | None = None
     for mount in mounts:
         # The later one of two mounts over one point hides the other.
-        if wanted.startswith(_directory(mount.point)) and (found is None or len(mount.point) >= len(found.point)):
+        if wanted.startswith(mount.point.rstrip("/") + "/") and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found
 
@@ -182,10 +182,6 @@ def _followed_mount(path: str, mountinfo: Path) -> tuple[Mount | None, list[Moun
     return mount_of(followed(path, mounts), mounts), mounts
 
 
-def _directory(point: str) -> str:
-    return point.rstrip("/") + "/"
-
-
 def _unescaped(text: str) -> str:
     """Undoes the octal escapes of blanks and the like."""
     return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
@@ -216,11 +212,7 @@ class FileSystem:
 
 def file_system_of(path: Path, mountinfo: Path = MOUNTINFO) -> FileSystem:
     """The file system that the absolute ``path`` is or will be on. Never raises, and never asks a server."""
-    try:
-        mounts = read_mounts(mountinfo)
-    except OSError as error:
-        return FileSystem("unknown", False, f"{mountinfo} cannot be read: {error.strerror or error}")
-    mount = mount_of(followed(str(path), mounts), mounts)
+    mount, _ = _followed_mount(str(path), mountinfo)
     if mount is None:
         return FileSystem("unknown", False, f"no mount of {str(path)!r} is known")
     if mount.type in _LOCAL:
