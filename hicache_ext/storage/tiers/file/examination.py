@@ -203,20 +203,10 @@ def stopped_processes(path: Path) -> Iterator[int]:
     Those of other accounts and of other containers cannot be seen.
     """
     below = f"{os.path.realpath(path)}/"
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for process in Path("/proc").glob("[0-9]*"):
         # It may have ended meanwhile, and may belong to another account.
         with suppress(OSError):
-            if _state(pid) in _STOPPED and any(file.startswith(below) for file in _open_files(pid)):
-                yield int(pid)
-
-
-def _state(pid: str) -> str:
-    # The name before it may hold blanks and brackets.
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-
-
-def _open_files(pid: str) -> Iterator[str]:
-    directory = f"/proc/{pid}/fd"
-    for number in os.listdir(directory):
-        with suppress(FileNotFoundError):
-            yield os.readlink(f"{directory}/{number}")
+            # The name before it may hold blanks and brackets.
+            state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            if state in _STOPPED and any(os.readlink(file).startswith(below) for file in (process / "fd").iterdir()):
+                yield int(process.name)
