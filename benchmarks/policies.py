@@ -24,7 +24,6 @@ from benchmarks import replay_trace, workloads
 from hicache_ext import native
 from hicache_ext.cli.main import without_traceback
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 
@@ -37,7 +36,7 @@ class Tier:
     """A replay through the index: what it served, and what it knew at the end. With ``policy`` it is held to that."""
 
     def __init__(self, requests: Requests, capacity: int, policy: int | None = None) -> None:
-        self.served: Served | None = None
+        self.served: tuple[int, ...] = ()
         self.switches = 0
         self.by_request = list(replay_trace.served_by_the_index(requests, capacity, self._look, policy))
         self.hits = sum(self.by_request)

@@ -38,6 +38,7 @@ FORMER = {
     "test_a_build_that_hangs_is_given_up": _BUILD,
     "test_the_drawing_is_the_tree": "errors are not drawn: their classes say it",
     "test_every_error_says_what_it_is": "-> test_every_error_is_of_our_base_and_says_what_it_is",
+    "test_an_overlay_is_what_its_upper_layer_is": "-> test_an_overlay_is_a_disk_of_the_host",
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"
     ),

@@ -31,7 +31,7 @@ from hicache_ext.runtime.shown import shown_text
 from hicache_ext.storage.serving.prompts import documents_in
 from hicache_ext.storage.tiers.file.inspection import open_editor, open_inspector
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, reason_it_is_bad
-from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
+from hicache_ext.storage.tiers.file.layouts import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.path_store import PathStore
 from hicache_ext.storage.tiers.file.pins import pins_that_are_over, read_pins, remove_pin

@@ -78,7 +78,6 @@ class Mount:
     point: str
     type: str
     source: str
-    options: dict[str, str]
     device: str = ""
     """Of the file system, major:minor."""
 
@@ -105,10 +104,7 @@ def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
         fields, rest = before.split(" "), after.split(" ")
         if not separator or len(fields) < 5 or not rest[0]:
             continue
-        source, options = [*rest[1:3], "", ""][:2]
-        pairs = (option.partition("=")[::2] for option in options.split(","))
-        values = {name: _unescaped(value) for name, value in pairs}
-        mounts.append(Mount(_unescaped(fields[4]), rest[0], _unescaped(source), values, fields[2]))
+        mounts.append(Mount(_unescaped(fields[4]), rest[0], _unescaped("".join(rest[1:2])), fields[2]))
     return mounts
 
 
@@ -118,7 +114,7 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     found: Mount | None = None
     for mount in mounts:
         # The later one of two mounts over one point hides the other.
-        if wanted.startswith(_directory(mount.point)) and (found is None or len(mount.point) >= len(found.point)):
+        if wanted.startswith(mount.point.rstrip("/") + "/") and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found
 
@@ -186,10 +182,6 @@ def _followed_mount(path: str, mountinfo: Path) -> tuple[Mount | None, list[Moun
     return mount_of(followed(path, mounts), mounts), mounts
 
 
-def _directory(point: str) -> str:
-    return point.rstrip("/") + "/"
-
-
 def _unescaped(text: str) -> str:
     """Undoes the octal escapes of blanks and the like."""
     return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
@@ -220,15 +212,7 @@ class FileSystem:
 
 def file_system_of(path: Path, mountinfo: Path = MOUNTINFO) -> FileSystem:
     """The file system that the absolute ``path`` is or will be on. Never raises, and never asks a server."""
-    try:
-        mounts = read_mounts(mountinfo)
-    except OSError as error:
-        return FileSystem("unknown", False, f"{mountinfo} cannot be read: {error.strerror or error}")
-    return _judge(Path(followed(str(path), mounts)), mounts, depth=0)
-
-
-def _judge(path: Path, mounts: list[Mount], depth: int) -> FileSystem:
-    mount = mount_of(str(path), mounts)
+    mount, _ = _followed_mount(str(path), mountinfo)
     if mount is None:
         return FileSystem("unknown", False, f"no mount of {str(path)!r} is known")
     if mount.type in _LOCAL:
@@ -236,21 +220,10 @@ def _judge(path: Path, mounts: list[Mount], depth: int) -> FileSystem:
     if name := NETWORK_FILE_SYSTEMS.get(mount.type):
         return FileSystem(mount.type, False, f"{mount.type} ({name}) may be shared between machines", shared=True)
     if mount.type == "overlay":
-        return _judge_overlay(mount, mounts, depth)
+        # The kernel takes no NFS for the upper layer, and what container runtimes put there is their host's own disk.
+        return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")
     if mount.is_fuse:
         words = "maybe shared" if mount.is_shared else "over this machine's own"
         reason = f"{mount.type} ({mount.source}) is a FUSE file system, {words}"
         return FileSystem(mount.type, False, reason, shared=mount.is_shared)
     return FileSystem(mount.type, False, f"{mount.type} is not known to be local")
-
-
-def _judge_overlay(mount: Mount, mounts: list[Mount], depth: int) -> FileSystem:
-    """What is written goes to the upper layer. In a container that is a directory of the host, out of sight."""
-    upper = mount.options.get("upperdir")
-    if upper is None:
-        return FileSystem("overlay", False, "overlay without an upper layer cannot be written")
-    if depth == 0 and os.path.isdir(upper):
-        below = _judge(Path(followed(upper, mounts)), mounts, depth + 1)
-        return FileSystem("overlay", below.local, f"overlay over {below.reason}", below.in_place, below.shared)
-    # The kernel takes no NFS, and what container runtimes put there is their host's own disk.
-    return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")

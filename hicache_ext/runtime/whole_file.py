@@ -24,6 +24,8 @@ from hicache_ext.runtime.access import open_file, sync_directory
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
 """Errors of file systems without hard links."""
 
+FileSignature = tuple[int, int, int, int]
+
 LARGEST_SMALL = 128 << 20
 """Bytes: more than a pin of a million pages."""
 
@@ -112,6 +114,18 @@ def parsed(content: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return document if isinstance(document, dict) else None
+
+
+def file_signature(file: str | os.PathLike[str]) -> FileSignature | None:
+    """Changes with every write of a file, also where it is a link to another one by then (a Kubernetes ConfigMap).
+
+    None where it cannot be seen.
+    """
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _finite(word: str) -> float:

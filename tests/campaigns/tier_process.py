@@ -33,7 +33,7 @@ from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
-from hicache_ext.storage.tiers.file.modes import PACK_NAME, PAGE_NAME, SLAB_FILE
+from hicache_ext.storage.tiers.file.layouts import PACK_NAME, PAGE_NAME, SLAB_FILE
 from hicache_ext.testing.conformance.pages import IDENTITY, OTHER_IDENTITY, HostPages, cut, page_key
 from tests.rigs.both_transforms import document_of, numbers_of
 

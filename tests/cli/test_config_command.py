@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the tests run on, in the eyes of the command all paths are on one local disk."""
-    table = [Mount("/", "ext4", "/dev/root", {})]
+    table = [Mount("/", "ext4", "/dev/root")]
     monkeypatch.setattr(file_systems, "read_mounts", lambda _: table)
 
 

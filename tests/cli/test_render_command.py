@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _local_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = [Mount("/", "ext4", "/dev/root", {})]
+    table = [Mount("/", "ext4", "/dev/root")]
     monkeypatch.setattr(file_systems, "read_mounts", lambda _: table)
 
 

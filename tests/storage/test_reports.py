@@ -154,7 +154,7 @@ def test_a_file_tier_is_up_while_one_of_its_paths_is_in_service(
         spread = spread.inner
     for number in (0, 1):
         assert levels(store, "disk")["tier_up"] == 1
-        spread._take_out(number, OSError("gone"))
+        spread._parts[number].breaker.trip("gone")
     assert levels(store, "disk")["tier_up"] == 0
 
 

@@ -111,7 +111,7 @@ def test_hints_without_a_tier_to_bring_the_pages_to_stop_the_start_before_anythi
     near = {"type": "file", "path": str(tmp_path / "near"), "capacity": "64MiB", "layout": "pages"}
     config = config_of({"near": near, "pool": POOL}, "prefill", pd={"hints": {"enabled": True}})
     assert tier_use(config).promote_to == "near"
-    mounts = [Mount("/", "nfs4", "server:/", {})]
+    mounts = [Mount("/", "nfs4", "server:/")]
     monkeypatch.setattr("hicache_ext.runtime.file_systems.read_mounts", lambda _: mounts)
     with pytest.raises(ConfigError, match="brings the pages to the tier promote_to, and there is none"):
         open_tiers(config)

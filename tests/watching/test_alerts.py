@@ -172,7 +172,7 @@ def test_a_path_that_goes_out_is_told_until_it_is_back(
     spread: Any = store.tiers[0]
     while hasattr(spread, "inner"):
         spread = spread.inner
-    spread._take_out(0, OSError(errno.EIO, os.strerror(errno.EIO)))
+    spread._parts[0].breaker.trip(os.strerror(errno.EIO))
     out = recording.look()
     wait_until(lambda: not spread.out_of_service())
     back = recording.look()

@@ -16,8 +16,8 @@ from hicache_ext.config import ExtraConfig, HicacheExtConfig, load_document
 from hicache_ext.config.problems import config_error
 from hicache_ext.errors import ConfigError, ControlError, HicacheExtError
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.file_signature import file_signature
 from hicache_ext.runtime.file_systems import read_mounts
+from hicache_ext.runtime.whole_file import file_signature
 from hicache_ext.storage.serving.control import ControlSocket
 from hicache_ext.storage.tiering.reload import ReloadableStore
 

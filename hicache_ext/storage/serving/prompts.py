@@ -28,7 +28,7 @@ from hicache_ext.storage.contract.transforming.known_forms import stored_keys
 from hicache_ext.storage.tiering.tier_use import TieringSettings, tier_use
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.inspection import open_inspector
-from hicache_ext.storage.tiers.file.modes import IDENTITY_NAME
+from hicache_ext.storage.tiers.file.layouts import IDENTITY_NAME
 from hicache_ext.storage.tiers.file.pages.tree import load_document
 
 _PAGES_AT_ONCE = 64

@@ -30,8 +30,7 @@ from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file import hints
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import reason_it_is_bad
-from hicache_ext.storage.tiers.file.layouts import slab_home
-from hicache_ext.storage.tiers.file.modes import prepare_directory
+from hicache_ext.storage.tiers.file.layouts import prepare_directory, slab_home
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.storage.tiers.file.slab.listing import SlabListing
@@ -294,7 +293,7 @@ def test_what_a_directory_held_before_it_became_a_tiers_is_nobody_s_but_its_owne
 def test_a_start_corrects_all_that_slabs_of_this_version_have_sockets_too(tmp_path: Path, group: bool) -> None:
     files = slabs_of_this_version(tmp_path / "l3")
     loosened(tmp_path / "l3")
-    prepare_directory(tmp_path / "l3", Access(group), "disk", is_tier=True)
+    prepare_directory(tmp_path / "l3", Access(group), "disk")
     assert modes(tmp_path / "l3") == (SHARED if group else PRIVATE)
     assert stat.S_ISSOCK(files["0123456789.sock"].stat().st_mode)
 
@@ -303,15 +302,16 @@ def test_files_of_others_among_slabs_of_this_version_keep_their_modes_with_the_d
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = slabs_of_this_version(tmp_path)
-    theirs = [tmp_path / "v3" / "slabs" / "notes.txt", tmp_path / "v3" / "slabs" / "00000001-4096.sock"]
+    theirs = [tmp_path / "v3" / "notes.txt", tmp_path / "v3" / "00000001-4096.sock"]
     for stranger in theirs:
         stranger.write_text("theirs")
     loosened(tmp_path)
-    prepare_directory(tmp_path, Access(), "disk", is_tier=True)
-    for kept in (tmp_path, tmp_path / "v3", tmp_path / "v3" / "slabs"):
+    prepare_directory(tmp_path, Access(), "disk")
+    for kept in (tmp_path, tmp_path / "v3"):
         assert stat.S_IMODE(kept.stat().st_mode) == 0o755
         assert f"{kept} holds other things than this tier ('" in caplog.text
     assert {stat.S_IMODE(file.stat().st_mode) for file in theirs} == {0o644}
+    assert stat.S_IMODE((tmp_path / "v3" / "slabs").stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in files.values()} == {0o600}
 
 
@@ -321,7 +321,7 @@ def test_the_directory_of_a_newer_release_is_no_strangers_and_keeps_its_modes(tm
     for name in ("members", "lock"):
         (tmp_path / "v4" / name).write_text("{}")
     loosened(tmp_path)
-    prepare_directory(tmp_path, Access(), "disk", is_tier=True)
+    prepare_directory(tmp_path, Access(), "disk")
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     assert modes(tmp_path / "v4") == {"directories": {"0755"}, "files": {"0644"}}
 
@@ -332,7 +332,7 @@ def test_a_directory_of_somebody_else_that_is_named_as_a_version_keeps_its_modes
     (tmp_path / name).mkdir()
     (tmp_path / name / "lock").write_text("theirs")
     loosened(tmp_path)
-    prepare_directory(tmp_path, Access(), "disk", is_tier=True)
+    prepare_directory(tmp_path, Access(), "disk")
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
     assert modes(tmp_path / name) == {"directories": {"0755"}, "files": {"0644"}}
 

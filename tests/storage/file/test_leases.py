@@ -104,7 +104,7 @@ def test_leases_end_without_anybody_and_their_records_go_with_the_next_one(tmp_p
 
 
 def test_there_are_at_most_so_many_leases_and_leased_pages(tmp_path, monkeypatch):
-    monkeypatch.setattr(pins, "_MOST_LEASES", 3)
+    monkeypatch.setattr(pins, "_LEAST_LEASED", 4)
     monkeypatch.setattr(pins, "_MOST_LEASED", 12)
     assert [add_lease(tmp_path, [page], 60, "") for page in HASHES[:4]] == [True, True, True, False]
     assert add_lease(tmp_path, HASHES[2:3], 90, ""), "renewed"
@@ -113,7 +113,7 @@ def test_there_are_at_most_so_many_leases_and_leased_pages(tmp_path, monkeypatch
 
 
 def test_the_first_lease_of_a_namespace_has_room_at_the_cost_of_who_has_the_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(pins, "_MOST_LEASES", 4)
+    monkeypatch.setattr(pins, "_LEAST_LEASED", 3)
     monkeypatch.setattr(pins, "_MOST_LEASED", 12)
     for number, whose in enumerate(("crowd", "crowd", "other", "crowd")):
         assert add_lease(tmp_path, HASHES[number : number + 1], 60, whose)
@@ -128,6 +128,7 @@ def test_the_first_lease_of_a_namespace_has_room_at_the_cost_of_who_has_the_most
 
 
 def test_one_namespace_cannot_keep_all_leased_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(pins, "_LEAST_LEASED", 1)
     monkeypatch.setattr(pins, "_MOST_LEASED", 12)
     assert add_lease(tmp_path, HASHES[:12], 60, "large")
     assert add_lease(tmp_path, HASHES[12:15], 60, "tenant")

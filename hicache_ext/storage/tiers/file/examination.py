@@ -18,7 +18,7 @@ from hicache_ext.storage.contract.diagnosis import Finding, Level, moves_of
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.contract.trial import nearest_directory, trial_directory, try_store
 from hicache_ext.storage.tiers.file.config import FileTierConfig
-from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, newer_versions, slab_home
+from hicache_ext.storage.tiers.file.layouts import Layout, newer_versions, slab_home
 from hicache_ext.storage.tiers.file.opening import chosen_layout, open_paths
 from hicache_ext.storage.tiers.file.slab.listing import servers_out_of_reach
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
@@ -55,7 +55,6 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
         for path in paths:
             try:
                 layouts[path], reasons[path] = chosen_layout(name, tier, path)
-                check_before_start(path, layouts[path], name)
                 findings += [*_as_found(path, tier), *of_users(path, layouts[path])]
                 places[path] = trials.enter_context(trial_directory(path))
             except OSError as error:
@@ -80,9 +79,6 @@ def _trial_store(
     """A small tier like this one, in other directories. Raises StoreSetupError or ConfigError, in which the tier's own
     paths are named."""
     chosen = set(layouts.values())
-    if tier.io == "direct" and chosen != {"slab"}:
-        pages = next(path for path, layout in layouts.items() if layout != "slab")
-        raise StoreSetupError(name, f"io is 'direct', and {str(pages)!r} holds page files, which are not aligned")
     small = {
         "path": tuple(str(place) for place in places.values()),
         "capacity": None if tier.capacity is None else min(tier.capacity, len(places) * _TRIAL_CAPACITY),
@@ -207,20 +203,10 @@ def stopped_processes(path: Path) -> Iterator[int]:
     Those of other accounts and of other containers cannot be seen.
     """
     below = f"{os.path.realpath(path)}/"
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for process in Path("/proc").glob("[0-9]*"):
         # It may have ended meanwhile, and may belong to another account.
         with suppress(OSError):
-            if _state(pid) in _STOPPED and any(file.startswith(below) for file in _open_files(pid)):
-                yield int(pid)
-
-
-def _state(pid: str) -> str:
-    # The name before it may hold blanks and brackets.
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-
-
-def _open_files(pid: str) -> Iterator[str]:
-    directory = f"/proc/{pid}/fd"
-    for number in os.listdir(directory):
-        with suppress(FileNotFoundError):
-            yield os.readlink(f"{directory}/{number}")
+            # The name before it may hold blanks and brackets.
+            state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            if state in _STOPPED and any(os.readlink(file).startswith(below) for file in (process / "fd").iterdir()):
+                yield int(process.name)

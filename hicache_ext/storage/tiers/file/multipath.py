@@ -123,10 +123,8 @@ class _Part:
         """Identities (None: all) that are to be cleared before the path comes back."""
         self._doubtful: dict[bytes | None, float] = {}
         """Those whose clearing a disk that dies may lose: until when. It is lasting once an error came before that."""
-        self._fd: int | None = None
-        """Of the directory that is in service."""
         self._members_fd: int | None = None
-        """Of the file in it that says who uses it."""
+        """Of the file that says who uses the directory in service: it is there as long as the directory is the same."""
         self._mount_point: str | None = None
         """Of the directory that is to be opened, or was; None where that could not be seen."""
         with suppress(OSError):
@@ -136,7 +134,6 @@ class _Part:
     def look(self) -> None:
         """Remember which directory it is that comes into service. Takes as long as the disk likes."""
         with suppress(OSError):
-            self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             self._members_fd = os.open(members_file(self.path), os.O_PATH | os.O_CLOEXEC)
         if self.why_replaced() is not None:
             # On a file system that numbers its inodes at every look, a later look would say nothing.
@@ -149,31 +146,23 @@ class _Part:
         return store
 
     def _let_go(self) -> None:
-        descriptors, self._fd, self._members_fd = (self._fd, self._members_fd), None, None
-        for fd in descriptors:
-            if fd is not None:
-                os.close(fd)
+        fd, self._members_fd = self._members_fd, None
+        if fd is not None:
+            os.close(fd)
 
     def why_replaced(self) -> str | None:
-        """How another directory, or none, has come into the place of the one in service, or what became of its files,
-        in words; None while all is there, or where that cannot be seen."""
-        if self._fd is None:
+        """That another directory, or none, has come into the place of the one in service, or that it was emptied, in
+        words; None while all is there, or where that cannot be seen."""
+        if self._members_fd is None:
             return None
-        gone = "the directory that was opened is not there any more"
-        try:
-            opened, now = os.fstat(self._fd), os.stat(self.path)
-            if not os.path.samestat(opened, now):
-                what = "directory" if opened.st_dev == now.st_dev else "file system"
-                return f"another {what} is there than was opened"
-            gone = "its files are not there any more"
-            if self._members_fd is None:
-                return None
-            # Another process may have begun anew already.
-            return None if os.path.samestat(os.fstat(self._members_fd), os.stat(members_file(self.path))) else gone
-        except (FileNotFoundError, NotADirectoryError):
-            return gone
-        except OSError:
-            return None
+        with suppress(OSError):
+            try:
+                # Another process may have begun anew already.
+                is_same = os.path.samestat(os.fstat(self._members_fd), os.stat(members_file(self.path)))
+            except (FileNotFoundError, NotADirectoryError):
+                is_same = False
+            return None if is_same else "its files are not there any more"
+        return None
 
     def check(self) -> None:
         """Raises OSError unless the device under the path takes a write.
@@ -254,7 +243,8 @@ class SpreadStore:
             self._workers = ThreadPool(f"hicache-{name}-paths", len(paths) if len(paths) > 1 else 0)
         except BaseException:
             self._stop_probing()
-            self._close_stores()
+            for part in self._parts:
+                self._close_store(part)
             raise
 
     @property
@@ -413,7 +403,8 @@ class SpreadStore:
         self._stop_probing()
         self._last_look.close(_CLOSE_TIMEOUT)
         self._workers.close()
-        self._close_stores()
+        for part in self._parts:
+            self._close_store(part)
 
     def _use(self, numbers: Sequence[int]) -> None:
         """These paths are in service."""
@@ -492,7 +483,7 @@ class SpreadStore:
         if kind == "set":
             self._pause_writes(part)
         elif part.failed_calls[kind] >= CALLS_BEFORE_OUT:
-            self._take_out(number, part.last_error)
+            part.breaker.trip(str(part.last_error))
         return answer
 
     def _pause_writes(self, part: _Part) -> None:
@@ -514,7 +505,7 @@ class SpreadStore:
     def _open_all(self) -> None:
         # At once: each may have to wait for a process that is stopped.
         threads = ThreadPool(f"hicache-{self.name}-open")
-        refusals = threads.run(len(self._parts), self._open_first)
+        refusals = threads.run(len(self._parts), self._open)
         threads.close()
         broken = [(number, error) for number, error in enumerate(refusals) if error is not None]
         for _, error in broken:
@@ -523,25 +514,10 @@ class SpreadStore:
         lasting = [error for _, error in broken if not isinstance(error.__cause__, TimeoutError)]
         if lasting and len(lasting) == len(self._parts):
             raise lasting[0]
-        self._use([number for number, part in enumerate(self._parts) if part.store is not None])
         for number, refusal in broken:
             self._parts[number].breaker.trip(refusal.reason)
         for part in self._parts:
             part.breaker.begin_to_watch()
-
-    def _open_first(self, number: int) -> StoreSetupError | None:
-        """Why a path cannot be opened."""
-        part = self._parts[number]
-        try:
-            part.store = self._open_path(part.path, part.note)
-            part.look()
-        except StoreSetupError as error:
-            return error
-        return None
-
-    def _take_out(self, number: int, error: Exception | None) -> None:
-        if not self._closing and number in self._usable:
-            self._parts[number].breaker.trip(str(error))
 
     def _changed(self, number: int, state: BreakerState, reason: str) -> None:
         part = self._parts[number]
@@ -572,18 +548,23 @@ class SpreadStore:
 
     def _try_again(self, number: int) -> bool:
         part = self._parts[number]
-        store = part.give_up()
-        try:
-            if store is not None:
-                store.close()
-        except Exception:
-            logger.exception("tier %s: closing path %s", self.name, part.path)
+        self._close_store(part)
         try:
             part.check()
+            refusal: Exception | None = self._open(number)
+        except OSError as error:
+            refusal = error
+        if refusal is not None:
+            logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, refusal)
+        return refusal is None
+
+    def _open(self, number: int) -> StoreSetupError | None:
+        """Open a path and use it, or return why it cannot be opened."""
+        part = self._parts[number]
+        try:
             opened = self._open_path(part.path, part.note)
-        except (OSError, StoreSetupError) as error:
-            logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, error)
-            return False
+        except StoreSetupError as error:
+            return error
         try:
             part.look()
             for digest, document in list(self._identities.items()):
@@ -593,7 +574,7 @@ class SpreadStore:
         except BaseException:
             opened.close()
             raise
-        return True
+        return None
 
     def _put_back(self, number: int, opened: PathStore) -> bool:
         """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""
@@ -616,16 +597,14 @@ class SpreadStore:
         opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
         return False
 
-    def _close_stores(self) -> None:
-        for part in self._parts:
-            store = part.give_up()
-            if store is None:
-                continue
-            try:
+    def _close_store(self, part: _Part) -> None:
+        """Others are to be closed in order although this one fails."""
+        store = part.give_up()
+        try:
+            if store is not None:
                 store.close()
-            except Exception:
-                # The other paths are to be closed in order all the same.
-                logger.exception("tier %s: closing path %s", self.name, part.path)
+        except Exception:
+            logger.exception("tier %s: closing path %s", self.name, part.path)
 
 
 def _try_to_write(path: Path) -> None:

@@ -16,8 +16,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageStore
 from hicache_ext.storage.tiers.file.devices import IoPlan, Measured, Trouble, choose_io, measured_device, takes_direct
-from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, choose_layout, layout_in
-from hicache_ext.storage.tiers.file.modes import prepare_directory
+from hicache_ext.storage.tiers.file.layouts import Layout, check_before_start, choose_layout, prepare_directory
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.path_store import PathStore
 
@@ -50,7 +49,7 @@ def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
     for path in paths:
         # Before one of them is made. A disk that does not answer is left to the store: another path may serve.
         with suppress(OSError):
-            check_before_start(path, chosen_layout(name, tier, path)[0], name)
+            chosen_layout(name, tier, path)
     return SpreadStore(name, paths, open_path, metrics, evicted_age=evicted_age, shared=shared)
 
 
@@ -72,6 +71,9 @@ def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> tuple[Layout, 
     if layout == "slab" and tier.shared:
         problem = f"{str(path)!r} holds slabs, which belong to one machine, and shared is true"
         raise StoreSetupError(name, problem, ["leave shared out, or name another directory"])
+    if layout == "pages" and tier.io == "direct":
+        raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
+    check_before_start(path, layout, name)
     return layout, reason
 
 
@@ -112,8 +114,7 @@ def _open_path(
     """The store of one path with its share of the capacity."""
     try:
         layout, reason = chosen_layout(name, tier, path)
-        check_before_start(path, layout, name)
-        prepare_directory(path, access, name, is_tier=layout_in(path) is not None)
+        prepare_directory(path, access, name)
         plan = _plan(name, tier, path, direct_possible=layout == "slab")
     except OSError as error:
         of_another = ["run the server as the account that owns it, or share it with mode: group"]
@@ -137,8 +138,6 @@ def _open_path(
 
 def _plan(name: str, tier: FileTierConfig, path: Path, *, direct_possible: bool) -> IoPlan:
     """Raises OSError as the disk does."""
-    if tier.io == "direct" and not direct_possible:
-        raise StoreSetupError(name, f"io is 'direct', and {str(path)!r} holds page files, which are not aligned")
     if tier.io == "direct" and not takes_direct(path):
         raise StoreSetupError(name, f"io is 'direct', and the file system of {str(path)!r} does not do O_DIRECT")
     if tier.io == "auto" and file_system_of(path).type in ("tmpfs", "ramfs"):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,10 @@ _NO_SPACE_SAID = 600.0
 """Seconds between two lines of the log about it."""
 
 
+_CAPACITIES = ("half", "capacity", "twice", "four_times")
+"""Of the one that a path has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fullness:
     """Of one path, all processes together. Bytes of disk."""
@@ -80,22 +84,12 @@ class Fullness:
     pages: int
     no_space_since: float = 0.0
     """Wall-clock seconds; 0 while writes find space."""
-    served: Served | None = None
-    """None where nobody looks."""
+    served: Sequence[int] = (0, 0, 0, 0, 0)
+    """How many uses the miniatures of a path saw (native/table.c), and how many it would have served at each of
+    ``_CAPACITIES``."""
     tenant_pages: Mapping[str, int] | None = None
     tenant_bytes: Mapping[str, int] | None = None
     """By tenant; None without tenants."""
-
-
-class Served(NamedTuple):
-    """Of the uses that the miniatures of a path saw (native/table.c): how many it served, and how many it would
-    have at other capacities."""
-
-    uses: int
-    half: int
-    now: int
-    twice: int
-    four_times: int
 
 
 class PathStore(TierStore):
@@ -158,8 +152,9 @@ class PathStore(TierStore):
         except (OSError, ValueError) as error:
             PathStore._close(self)
             reason = getattr(error, "strerror", None) or error
-            file = getattr(error, "filename", None) or path
-            raise StoreSetupError(name, f"{str(path)!r} cannot be used: {reason} ({str(file)!r})") from error
+            file = getattr(error, "filename", None)
+            where = "" if file in (None, str(path)) else f" ({file!r})"
+            raise StoreSetupError(name, f"{str(path)!r} cannot be used: {reason}{where}") from error
         except BaseException:
             PathStore._close(self)
             raise
@@ -348,21 +343,14 @@ class PathStore(TierStore):
 
 def gauges_of_paths(paths: Sequence[Fullness]) -> dict[str, float]:
     """Of several paths together; none at all hold nothing."""
-    capacities = [path.capacity for path in paths]
-    known = [capacity for capacity in capacities if capacity is not None]
+    uses, *hits = [sum(path.served[number] for path in paths) for number in range(1 + len(_CAPACITIES))]
+    shares = {f"hit_share_at_{name}": count / uses for name, count in zip(_CAPACITIES, hits, strict=True) if uses}
     return {
-        "capacity_bytes": float(sum(known)) if len(known) == len(capacities) else math.nan,
+        "capacity_bytes": sum((math.nan if path.capacity is None else path.capacity for path in paths), 0.0),
         "used_bytes": float(sum(path.used for path in paths)),
         "free_bytes": float(sum(path.free for path in paths)),
         "pages": float(sum(path.pages for path in paths)),
         "no_space_since_seconds": min((path.no_space_since for path in paths if path.no_space_since), default=0.0),
-        **_curve_of([path.served for path in paths if path.served is not None]),
+        # A path counts by its uses.
+        **shares,
     }
-
-
-def _curve_of(paths: Sequence[Served]) -> dict[str, float]:
-    """The share of uses that would be hits, at half to four times the capacity; a path counts by its uses."""
-    uses = sum(path.uses for path in paths)
-    names = [f"hit_share_at_{capacity}" for capacity in ("half", "capacity", "twice", "four_times")]
-    hits = [sum(of_path) for of_path in zip(*(path[1:] for path in paths), strict=True)]
-    return {name: count / uses for name, count in zip(names, hits, strict=True)} if uses else {}

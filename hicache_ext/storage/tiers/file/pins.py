@@ -48,9 +48,10 @@ LARGEST_PIN = 1 << 20
 """Most pages of one pin."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEASE = re.compile(r"@([0-9a-f]{32})\.([0-9]{1,11})\.([0-9]{1,7})\.([0-9a-z]{0,16})")
-_MOST_LEASES = 1024
 _MOST_LEASED = 1 << 17
 """Pages of all leases of a directory: their hashes take 8 MiB as files."""
+_LEAST_LEASED = 128
+"""Pages that each lease counts as, at least: so there are at most 1,024."""
 _ELSEWHERE = 16
 """Pages of a leased prompt, one after another, that may all lie in one other directory. One more is missing, and what
 is behind it is not kept."""
@@ -156,28 +157,21 @@ def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: st
 
 def _displaced(path: Path, leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[str] | None:
     """The names of leases that make room for one of so many pages; None where there is none for it."""
-
-    def fits() -> bool:
-        return len(left) < _MOST_LEASES and sum(lease[2] for lease in left.values()) + pages <= _MOST_LEASED
-
-    def share(count: int, pages: int) -> float:
-        return max(count / _MOST_LEASES, pages / _MOST_LEASED)
-
-    left = dict(leases)
-    if fits():
+    left = {name: max(lease[2], _LEAST_LEASED) for name, lease in leases.items()}
+    wanted = max(pages, _LEAST_LEASED)
+    if sum(left.values()) + wanted <= _MOST_LEASED:
         return set()
-    if any(lease[3] == namespace for lease in left.values()):
+    if any(lease[3] == namespace for lease in leases.values()):
         return None
     written = {name: _written(path, name) for name in left}
-    while not fits():
+    while sum(left.values()) + wanted > _MOST_LEASED:
         of_each: dict[str, list[str]] = defaultdict(list)
-        for name, lease in left.items():
-            of_each[lease[3]].append(name)
-        shares = {whose: share(len(names), sum(left[name][2] for name in names)) for whose, names in of_each.items()}
-        most = max(shares, key=lambda whose: shares[whose], default=namespace)
-        if shares.get(most, 0.0) <= share(1, pages):
+        for name in left:
+            of_each[leases[name][3]].append(name)
+        most = max(of_each.values(), key=lambda names: sum(left[name] for name in names), default=[])
+        if sum(left[name] for name in most) <= wanted:
             return None
-        del left[max(of_each[most], key=lambda name: written[name])]
+        del left[max(most, key=lambda name: written[name])]
     return leases.keys() - left.keys()
 
 

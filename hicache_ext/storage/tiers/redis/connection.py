@@ -25,8 +25,8 @@ from hicache_ext.errors import (
     ServerClosedError,
 )
 from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
-from hicache_ext.runtime.file_signature import FileSignature, file_signature
 from hicache_ext.runtime.log_limit import LimitedLog
+from hicache_ext.runtime.whole_file import FileSignature, file_signature
 from hicache_ext.storage.contract.store import key_words
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 

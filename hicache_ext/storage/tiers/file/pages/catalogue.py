@@ -29,7 +29,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.page.pack import Pack, Tombstone
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
-from hicache_ext.storage.tiers.file.modes import FILES_NAME, PACK_NAME
+from hicache_ext.storage.tiers.file.layouts import FILES_NAME, PACK_NAME
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
     PackFile,

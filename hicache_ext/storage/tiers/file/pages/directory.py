@@ -28,8 +28,7 @@ from pathlib import Path
 
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.layouts import adopt, check_before_start
-from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME
+from hicache_ext.storage.tiers.file.layouts import FILES_NAME, IDENTITY_NAME, adopt, check_before_start
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
 

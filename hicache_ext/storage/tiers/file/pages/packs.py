@@ -33,7 +33,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
-from hicache_ext.storage.tiers.file.modes import BUCKET_NAME
+from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.tree import (

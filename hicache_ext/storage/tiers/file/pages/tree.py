@@ -40,7 +40,7 @@ from hicache_ext.page.transforms.forms import STORED_AS
 from hicache_ext.runtime.members import living_members
 from hicache_ext.runtime.whole_file import read_document, write_whole
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
-from hicache_ext.storage.tiers.file.modes import (
+from hicache_ext.storage.tiers.file.layouts import (
     BUCKET_NAME,
     FANOUT_NAME,
     FILES_NAME,

@@ -37,8 +37,7 @@ from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import read_small, sync_whole, write_whole
-from hicache_ext.storage.tiers.file.layouts import adopt, slab_home
-from hicache_ext.storage.tiers.file.modes import SLAB_FILE
+from hicache_ext.storage.tiers.file.layouts import SLAB_FILE, adopt, slab_home
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_memory import (

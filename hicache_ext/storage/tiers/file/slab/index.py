@@ -24,7 +24,6 @@ from hicache_ext.runtime.file_lock import ChangeLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.contract.store import PageKeys, key_words
 from hicache_ext.storage.tiers.file import eviction
-from hicache_ext.storage.tiers.file.path_store import Served
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_memory import (
     LARGEST_NUMBER,
@@ -321,8 +320,8 @@ class SlabIndex:
                 finally:
                     self._lock.release()
 
-    def served(self) -> Served | None:
-        """What the miniatures say; None before they saw a use.
+    def served(self) -> tuple[int, ...]:
+        """What the miniatures say, as ``Fullness`` has it.
 
         A page that is used all the time is in the sample or not, whatever its share: what the sample has too few or too
         many of is taken for hits of such pages (SHARDS-adj, Waldspurger et al. 2015)."""
@@ -332,7 +331,7 @@ class SlabIndex:
         uses = int(small[index_words.EXPECTED] // (index_words.SAMPLE + 1))
         hot = uses - int(small[index_words.USES])
         hits = (max(0, hits + hot) for hits in (half, int(small[index_words.SERVED]), twice, four_times))
-        return Served(uses, *hits) if uses else None
+        return uses, *hits
 
     def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
         """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE, and each tenant's."""

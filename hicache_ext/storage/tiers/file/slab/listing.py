@@ -19,8 +19,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
-from hicache_ext.storage.tiers.file.layouts import slab_home
-from hicache_ext.storage.tiers.file.modes import SLAB_FILE
+from hicache_ext.storage.tiers.file.layouts import SLAB_FILE, slab_home
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.directory import cleared_at
 from hicache_ext.storage.tiers.file.slab.index import IN_USE, slabs_of
