@@ -249,7 +249,8 @@ class PageStore(Protocol):
     - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
     - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy
       itself was shown to be bad (bad_pages.py);
-    - no call raises but after ``close()`` (StoreClosedError), or for a programming error: a failure is a result.
+    - no call raises but after ``close()`` (StoreClosedError), or for a programming error: a failure is a result; of
+      ``clear()``, which has none, it is a ClearLaterError.
 
     Threads: any, several at once.
     """
@@ -298,6 +299,7 @@ class PageStore(Protocol):
         end leaves the rest of them (clearing.py). Until the old pages are gone such a medium may answer REJECTED.
 
         The answer is the number of identities that had pages: counting pages would take as long as removing them.
+        Raises ClearLaterError where not all could be cleared; whoever needs it tries again, as several tiers as one do.
         """
 
     def close(self) -> None:

@@ -26,7 +26,6 @@ from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.call_deadline import must_answer_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import call_within
-from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading, one_for_each
 from hicache_ext.storage.contract.store import (
     DelegatingStore,
@@ -254,7 +253,7 @@ class TierHandle(DelegatingStore):
 
         def clear(store: PageStore) -> int:
             # Nothing is added to its identities any more.
-            return clear_or_raise(store, None if work.digests is None else list(work.digests))
+            return store.clear(None if work.digests is None else list(work.digests))
 
         work = Work(clear, clears=True, digests=None if digests is None else set(digests))
         # Its pages leave with the queue, not with the store; who counts pages of both counts them once.

@@ -385,12 +385,6 @@ class SpreadStore:
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Of paths out of service as soon as they are back."""
-        try:
-            return self.clear_or_raise(digests)
-        except ClearLaterError:
-            return 0
-
-    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
         with self._calls:
             with self._state:
                 usable = self._usable
@@ -400,7 +394,7 @@ class SpreadStore:
             had_pages, failed = 0, None
             for number in usable:
                 try:
-                    had_pages = max(had_pages, self._call(number, "clear_or_raise", digests, 0))
+                    had_pages = max(had_pages, self._call(number, "clear", digests, 0))
                 except ClearLaterError as error:
                     failed = error
             if failed is not None:
@@ -590,13 +584,18 @@ class SpreadStore:
                 opened.register_identity(digest, document)
             while not self._put_back(number, opened):
                 pass
+        except ClearLaterError as error:
+            logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, error)
+            opened.close()
+            return False
         except BaseException:
             opened.close()
             raise
         return True
 
     def _put_back(self, number: int, opened: PathStore) -> bool:
-        """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""
+        """Clear what was cleared meanwhile, then use the path; False when another clear() came in between. Raises
+        ClearLaterError."""
         part = self._parts[number]
         with self._state:
             cleared, part.cleared = part.cleared, set()
@@ -613,7 +612,12 @@ class SpreadStore:
                 self._use(sorted({*self._usable, number}))
                 return True
             part.note_clear(cleared)
-        opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
+        try:
+            opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
+        except ClearLaterError:
+            with self._state:
+                part.cleared |= cleared
+            raise
         return False
 
     def _close_stores(self) -> None:
