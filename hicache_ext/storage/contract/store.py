@@ -309,8 +309,8 @@ class PageStore(Protocol):
 class DelegatingStore:
     """The base of every wrapper around a PageStore: it is ``inner`` in every respect but what subclasses override.
 
-    Abilities besides the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py). The two
-    questions that a tier asks its guards are, so that a tier without guards imports none.
+    Abilities besides the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py). The
+    question that a tier asks its guards is, so that a tier without guards imports none.
     """
 
     def __init__(self, inner: PageStore) -> None:
@@ -350,11 +350,6 @@ class DelegatingStore:
 
     def close(self) -> None:
         self.inner.close()
-
-    def forget_look_ups(self) -> None:
-        """Pages may have come or gone on a way that was not seen: ask the store again."""
-        if isinstance(self.inner, DelegatingStore):
-            self.inner.forget_look_ups()
 
     def being_written(self) -> Set[bytes]:
         """Return pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
