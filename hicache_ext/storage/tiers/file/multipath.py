@@ -584,18 +584,15 @@ class SpreadStore:
                 opened.register_identity(digest, document)
             while not self._put_back(number, opened):
                 pass
-        except ClearLaterError as error:
-            logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, error)
+        except BaseException as error:
             opened.close()
-            return False
-        except BaseException:
-            opened.close()
+            if isinstance(error, ClearLaterError):
+                return False  # the path's store has said why
             raise
         return True
 
     def _put_back(self, number: int, opened: PathStore) -> bool:
-        """Clear what was cleared meanwhile, then use the path; False when another clear() came in between. Raises
-        ClearLaterError."""
+        """Clear what was cleared meanwhile, then use the path; False after a clear, or ClearLaterError."""
         part = self._parts[number]
         with self._state:
             cleared, part.cleared = part.cleared, set()
@@ -615,8 +612,7 @@ class SpreadStore:
         try:
             opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
         except ClearLaterError:
-            with self._state:
-                part.cleared |= cleared
+            part.cleared.update(cleared)
             raise
         return False
 
