@@ -42,6 +42,11 @@ FORMER = {
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"
     ),
+    "test_where_to_remember_may_be_said_after_the_reading": (
+        "-> test_weights_are_read_during_the_load_only_where_their_digests_can_be_remembered"
+    ),
+    "test_numpy_joins_what_it_split": "the codecs have one way, by the native core",
+    "test_the_core_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_make_equal_planes_at_any_address",
     "test_free_slots_of_a_large_slab_are_found_a_portion_at_a_time": (
         "-> test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once"
     ),

@@ -39,12 +39,9 @@ FLAG_PAYLOAD_CHECKSUM = 1
 
 # magic, version, flags, header_length, identity, page_hash, payload_length, payload_checksum, created_ms, reserved
 _FIELDS = struct.Struct("<8sHHI16s32sQ16sQ16s")
-_START = struct.Struct("<8sHHI")
-PAGE_START = _START.pack(MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, FIELDS_LENGTH)
+PAGE_START = struct.pack("<8sHHI", MAGIC, FORMAT_VERSION, FLAG_PAYLOAD_CHECKSUM, FIELDS_LENGTH)
 """The first 16 bytes of every page with a checksum and a header of 128 bytes."""
-_HEADER_CHECKSUM = struct.Struct("<16s")
-_FIELDS_BEFORE_CHECKSUM = FIELDS_LENGTH - _HEADER_CHECKSUM.size
-assert _FIELDS.size == _FIELDS_BEFORE_CHECKSUM
+_FIELDS_BEFORE_CHECKSUM = _FIELDS.size
 
 _RESERVED = bytes(16)
 
@@ -86,18 +83,8 @@ def encode_header(key: bytes, segments: Segments, *, created_ms: int | None = No
     if len(key) != KEY_LENGTH:
         raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
     payload_length = sum([segment.nbytes for segment in segments])
-    fields = _FIELDS.pack(
-        MAGIC,
-        FORMAT_VERSION,
-        FLAG_PAYLOAD_CHECKSUM,
-        FIELDS_LENGTH,
-        key[:IDENTITY_LENGTH],
-        key[IDENTITY_LENGTH:],
-        payload_length,
-        payload_checksum(segments),
-        int(time.time() * 1000) if created_ms is None else created_ms,
-        _RESERVED,
-    )
+    created_ms = int(time.time() * 1000) if created_ms is None else created_ms
+    fields = _sealed(key, payload_length, segments) + created_ms.to_bytes(8, "little") + _RESERVED
     return fields + xxhash.xxh3_128_digest(fields)
 
 

@@ -108,8 +108,7 @@ class ModelFingerprint:
         self._started = False
         self._callbacks: list[Callable[[], None]] = []
         self._records: Path | None = None
-        self._read: dict[_File, bytes] = {}
-        self._seconds = 0.0
+        self._bytes_read = 0
         self._files: list[_File] = []
         try:
             self._files = _files_of(model_path, revision, weights)
@@ -122,18 +121,15 @@ class ModelFingerprint:
         return bool(self._files)
 
     def start(self, remember_in: Path | None = None) -> None:
-        """Begin to read, once; a later call may still set where to remember. Does not wait."""
+        """Begin to read, once. Does not wait."""
         with self._lock:
-            self._records = self._records or remember_in
-            first, self._started = not self._started, True
-        if first and self.problem is None:
-            if not once_in_background("hicache-weights", self._run):
-                self._fail("there is no thread to read it with")
-                self._end()
-        elif first:
+            if self._started:
+                return
+            self._started, self._records = True, remember_in
+        if self.problem is None and not once_in_background("hicache-weights", self._run):
+            self._fail("there is no thread to read it with")
+        if self.problem is not None:
             self._end()
-        elif self.done.is_set():
-            self._remember_all()
 
     def loaded(self) -> bool:
         """The load of the model has ended: the files must be as noted before it, now and when they were read.
@@ -173,20 +169,16 @@ class ModelFingerprint:
             for name, of_file in sorted(digests.items()):
                 digest.update(len(name).to_bytes(8, "little") + name.encode("utf-8", "surrogateescape") + of_file)
             self.digest = digest.hexdigest()[:32]
-            self._seconds = time.monotonic() - started
-            size = sum(file.size for file in self._files)
-            read = sum(file.size for file in self._read)
             logger.info(
                 "hicache_ext: the weights in %s are identified: %.1f GB, of which %.1f were read in %.1f s",
                 self.model_path,
-                size / 1e9,
-                read / 1e9,
-                self._seconds,
+                sum(file.size for file in self._files) / 1e9,
+                self._bytes_read / 1e9,
+                time.monotonic() - started,
             )
         except Exception as error:  # noqa: BLE001 - whatever it is, the model is unidentified and the server goes on
             self._fail(str(error) or type(error).__name__)
         self._end()
-        self._remember_all()
 
     def _fail(self, problem: str) -> None:
         self.problem = f"{problem} ({self.model_path})"
@@ -248,18 +240,8 @@ class ModelFingerprint:
             digest = digest_of_file(fd, file.size)
             if facts_of(os.fstat(fd)) != file.facts:
                 raise WeightsError(f"{file.path.name} changed while it was read")
-        self._read[file] = digest
+        self._bytes_read += file.size
         return digest
-
-    def _remember_all(self) -> None:
-        """Record the digests computed before the directory for records was known."""
-        for file, digest in list(self._read.items()):
-            name = _record_name(file)
-            if self._records is None or name is None or not is_settled(file, _SETTLED + self._seconds):
-                continue
-            with claimed(self._records, name) as record:
-                if record is not None and _recorded(record, name) is None:
-                    _record(record, name, digest)
 
 
 @contextmanager

@@ -113,8 +113,9 @@ def _noted(runner: Any) -> ModelFingerprint:
     fingerprint = ModelFingerprint(path, revision, weights=load_format != _DUMMY)
     if fingerprint.found and (configured := _configured()) is not None and configured.model.fingerprint == "auto":
         directory = records_directory(configured)
-        # What the tier's own directory is to be, the tier decides later.
-        fingerprint.start(directory if directory is not None and directory.parent.is_dir() else None)
+        # The tier makes its own directory. The backend, which comes behind it, then begins.
+        if directory is None or directory.parent.is_dir():
+            fingerprint.start(directory)
     return fingerprint
 
 

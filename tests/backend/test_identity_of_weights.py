@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.page import fingerprint
 from hicache_ext.page.fingerprint import ModelFingerprint
@@ -156,6 +157,26 @@ def test_files_that_sglang_fetches_during_the_load_are_noted_after_it(
     load(model, meanwhile=lambda: make_tiny_model(model, seed=1))
     backend = serve(model)
     assert backend.served.identified
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_weights_are_read_during_the_load_only_where_their_digests_can_be_remembered(
+    tmp_path: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """Later, the backend has the tier's directory, and the ranks share the work."""
+    model, place = tmp_path / "model", tmp_path / "l3"
+    make_tiny_model(model, seed=1)
+    tiers = {"disk": {"type": "file", "path": str(place), "capacity": "64MiB"}}
+    monkeypatch.setattr(model_weights, "_configured", lambda: load_config(ExtraConfig.around({"tiers": tiers})))
+    if there:
+        place.mkdir()
+    load(model)
+    (of_model,) = [loaded.fingerprint for loaded in process.loaded]
+    assert of_model.done.wait(30 if there else 0.2) == there and place.exists() == there
+    if not there:
+        place.mkdir()
+        of_model.start(place / model_weights.RECORDS)
+    assert of_model.done.wait(30) and of_model.digest is not None
 
 
 def test_other_draft_weights_are_another_identity(

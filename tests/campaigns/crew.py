@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from hicache_ext.errors import ClearLaterError
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore
 from hicache_ext.storage.tiers.file import eviction
@@ -118,7 +119,7 @@ def work(channel: Connection, setting: Setting, diary: str, seed: int) -> None:
             notes.count(store.set(PageBatch(keys, pages.buffers)))
         choice = chance.random()
         if choice < 0.05:
-            with notes.call("clear"):
+            with notes.call("clear"), suppress(ClearLaterError):
                 store.clear([chance.choice(IDENTITIES)])
         elif choice < 0.2:
             with notes.call("remove"):

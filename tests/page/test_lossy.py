@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hicache_ext import native
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms import codec, numbers
+from hicache_ext.page.transforms import codec
 from hicache_ext.page.transforms.codec import Codec, PageCodec, lossy_fact
 from hicache_ext.page.transforms.header import CODEC_NUMBERS, LOSSY_CODECS
 from tests.page.damages import damaged_in_one_way
@@ -72,16 +70,6 @@ def test_what_comes_back_is_close_to_what_was_computed(code: str, error: float) 
     pages = pages_for(code)
     before, after = floats(content), floats(decoded_by(pages, encoded_by(pages, content)))
     assert 0 < np.abs(before - after).max() < error
-
-
-@pytest.mark.parametrize("code", LOSSY_CODECS)
-def test_the_core_and_numpy_give_equal_bytes(code: str, monkeypatch) -> None:
-    content = page_of("bfloat16", SIZE)
-    pages = pages_for(code)
-    assert native.core() is not None
-    encoded = encoded_by(pages, content)
-    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
-    assert encoded_by(pages, content) == encoded
 
 
 @pytest.mark.parametrize("code", LOSSY_CODECS)
@@ -198,7 +186,7 @@ def test_unlike_heads_of_keys_and_values_share_the_longest_row_that_divides_both
 def test_packed_drafts_share_the_row_with_the_target() -> None:
     drafts = "head_dim=96,v_head_dim=96,dtype=torch.bfloat16,layout=nhd"
     size = 96 * 512
-    assert codec.rows_of(document(buffer1=drafts), "int8") == numbers.Rows("bfloat16", 32, "int8")
+    assert codec.rows_of(document(buffer1=drafts), "int8") == codec.Rows("bfloat16", 32, "int8")
     assert Codec("int8").for_pages(document(buffer1=drafts), size).code == CODEC_NUMBERS["int8"]
 
 

@@ -119,18 +119,6 @@ def test_a_file_is_read_once_and_then_remembered(tmp_path: Path, reads: list[int
 
 
 @pytest.mark.usefixtures("settled")
-def test_where_to_remember_may_be_said_after_the_reading(tmp_path: Path, reads: list[int]) -> None:
-    model, records = make_model(tmp_path / "model"), tmp_path / "records"
-    fingerprint = ModelFingerprint(str(model))
-    fingerprint.start()
-    fingerprint.done.wait(60)
-    fingerprint.start(records)
-    reads.clear()
-    digest_of(model, records)
-    assert SIZE not in reads
-
-
-@pytest.mark.usefixtures("settled")
 def test_a_listener_that_raises_keeps_the_result_from_nobody_and_nothing_is_read_again(
     tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

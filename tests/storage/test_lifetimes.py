@@ -83,10 +83,6 @@ class Held(MemoryPageStore):
         self._enter("clear")
         return super().clear(digests)
 
-    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
-        self._enter("clear")
-        return super().clear_or_raise(digests)
-
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._enter("register")
         super().register_identity(digest, document)

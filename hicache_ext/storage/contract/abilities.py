@@ -55,20 +55,6 @@ def gauges_of(store: PageStore) -> dict[str, float]:
 
 
 @runtime_checkable
-class Clearer(Protocol):
-    """A store that says when it could not clear, so that it is tried again."""
-
-    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
-        """``clear``; raises ClearLaterError."""
-
-
-def clear_or_raise(store: PageStore, digests: Sequence[bytes] | None) -> int:
-    """``clear()``, for who tries again. Raises ClearLaterError where the store says that it could not."""
-    clearer = ability(store, Clearer)
-    return store.clear(digests) if clearer is None else clearer.clear_or_raise(digests)
-
-
-@runtime_checkable
 class IdentityKeeper(Protocol):
     """A store that keeps the documents of ``register_identity`` where every node can read them."""
 

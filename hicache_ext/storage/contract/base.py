@@ -142,13 +142,6 @@ class TierStore(abc.ABC):
         return self._answer("remove", self._remove_copies, copies, 0)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        try:
-            return self.clear_or_raise(digests)
-        except ClearLaterError:
-            return 0
-
-    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
-        """``clear``, for who tries again (``Clearer``)."""
         wanted = None if digests is None else list(dict.fromkeys(digests))
         with self._calls:
             if wanted is not None and not wanted:

@@ -249,7 +249,8 @@ class PageStore(Protocol):
     - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
     - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy
       itself was shown to be bad (bad_pages.py);
-    - no call raises but after ``close()`` (StoreClosedError), or for a programming error: a failure is a result.
+    - no call raises but after ``close()`` (StoreClosedError), or for a programming error: a failure is a result; of
+      ``clear()``, which has none, it is a ClearLaterError.
 
     Threads: any, several at once.
     """
@@ -298,6 +299,7 @@ class PageStore(Protocol):
         end leaves the rest of them (clearing.py). Until the old pages are gone such a medium may answer REJECTED.
 
         The answer is the number of identities that had pages: counting pages would take as long as removing them.
+        Raises ClearLaterError where not all could be cleared; whoever needs it tries again, as several tiers as one do.
         """
 
     def close(self) -> None:
@@ -307,8 +309,8 @@ class PageStore(Protocol):
 class DelegatingStore:
     """The base of every wrapper around a PageStore: it is ``inner`` in every respect but what subclasses override.
 
-    Abilities besides the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py). The two
-    questions that a tier asks its guards are, so that a tier without guards imports none.
+    Abilities besides the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py). The
+    question that a tier asks its guards is, so that a tier without guards imports none.
     """
 
     def __init__(self, inner: PageStore) -> None:
@@ -348,11 +350,6 @@ class DelegatingStore:
 
     def close(self) -> None:
         self.inner.close()
-
-    def forget_look_ups(self) -> None:
-        """Pages may have come or gone on a way that was not seen: ask the store again."""
-        if isinstance(self.inner, DelegatingStore):
-            self.inner.forget_look_ups()
 
     def being_written(self) -> Set[bytes]:
         """Return pages whose write may still reach the store, also after its caller was answered TIMEOUT."""

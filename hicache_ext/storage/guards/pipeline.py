@@ -155,10 +155,6 @@ class GuardedStore(DelegatingStore):
         self._writes.longest = plan.timeout if plan.write_timeout is None else plan.write_timeout
         self.breaker.slow_call = plan.slow_call
 
-    def forget_look_ups(self) -> None:
-        """Pages may have come or gone on a way that these guards have not seen: ask the store again."""
-        self._budget.forget()
-
     def being_written(self) -> set[bytes]:
         """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
         return set() if self.deadline is None else self.deadline.being_written()
@@ -213,6 +209,12 @@ class GuardedStore(DelegatingStore):
             return self._ask(call, self.inner.remove, keys, 0, int)
         finally:
             self._budget.forget(keys)
+
+    def clear(self, digests: Sequence[bytes] | None) -> int:
+        try:
+            return self.inner.clear(digests)
+        finally:
+            self._budget.forget()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,8 +2,8 @@
 
 Reloads change the order of the tiers; what waits for a tier belongs to its handle and goes on:
   - the queue of pages to be written to it, and that of pages to be promoted to it (``WriteBehind``);
-  - administration: clear() and register_identity() are carried out by a thread of the handle, in order, past the
-    guards, and again until they are. The caller need not wait: what is being cleared is hidden from this process;
+  - administration: clear() and register_identity() are carried out by a thread of the handle, in order, which no guard
+    refuses, and again until they are. The caller need not wait: what is being cleared is hidden from this process;
   - removals: pages that were on their way to the store when they were cleared or removed are hidden, and removed again
     once their write has ended, until the store says that they are gone.
 """
@@ -26,7 +26,6 @@ from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.call_deadline import must_answer_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import call_within
-from hicache_ext.storage.contract.abilities import clear_or_raise
 from hicache_ext.storage.contract.base import leading, one_for_each
 from hicache_ext.storage.contract.store import (
     DelegatingStore,
@@ -254,7 +253,7 @@ class TierHandle(DelegatingStore):
 
         def clear(store: PageStore) -> int:
             # Nothing is added to its identities any more.
-            return clear_or_raise(store, None if work.digests is None else list(work.digests))
+            return store.clear(None if work.digests is None else list(work.digests))
 
         work = Work(clear, clears=True, digests=None if digests is None else set(digests))
         # Its pages leave with the queue, not with the store; who counts pages of both counts them once.
@@ -293,7 +292,7 @@ class TierHandle(DelegatingStore):
             with self._lock:
                 work = self._carried_out = self._work[0]
             try:
-                answer = work.carry_out(self.bare) or 0
+                answer = work.carry_out(self.inner) or 0
             except StoreClosedError:
                 answer = 0
             except Exception as error:  # noqa: BLE001 - a store that breaks its promise is asked again
@@ -302,8 +301,6 @@ class TierHandle(DelegatingStore):
                 words = "hicache_ext: tier %s: a clear() or a new identity is tried again: %r"
                 self._log.log(logging.WARNING, "administration", words, self.name, error)
                 return RETRY
-            if work.clears:
-                self.forget_look_ups()
             with self._lock:
                 work.answer = max(work.answer, answer)
                 self._work, self._carried_out = self._work[1:], None

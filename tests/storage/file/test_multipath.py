@@ -57,6 +57,11 @@ class FragileStore(MemoryPageStore):
             self.trouble(OSError(error, os.strerror(error)))
         return [SetResult.EXISTS if is_there else SetResult.ERROR for is_there in there]
 
+    def _clear(self, digests):
+        if not self.disk.clears:
+            raise OSError(errno.EROFS, "no write is taken")
+        return super()._clear(digests)
+
     def can_resize(self, capacity: int | None) -> bool:
         return True
 
@@ -71,6 +76,7 @@ class FragileDisk:
         self.objects: dict[bytes, bytes] = {}
         self.error: int | None = None
         self.write_error: int | None = None
+        self.clears = True
         self.closed = 0
         self.opened: list[FragileStore] = []
 
@@ -215,6 +221,20 @@ def test_what_was_cleared_meanwhile_does_not_come_back(rig):
     wait_until(lambda: not store.out_of_service())
     assert GetResult.HIT not in get(store)
     assert_hits(store, other)
+
+
+def test_a_path_on_which_nothing_can_be_cleared_is_not_back_in_service(rig):
+    store = rig.store()
+    store_pages(store, KEYS)
+    broken(rig, store)
+    store.clear([IDENTITY])
+    rig.disks[0].clears = False
+    rig.disks[0].error = None
+    wait_until(lambda: rig.disks[0].closed >= 3)
+    assert store.out_of_service() and GetResult.HIT not in get(store)
+    rig.disks[0].clears = True
+    wait_until(lambda: not store.out_of_service())
+    assert GetResult.HIT not in get(store)
 
 
 @pytest.mark.parametrize("digests", [[IDENTITY], None])

@@ -146,9 +146,9 @@ def test_what_is_cleared_or_removed_there_is_hidden_at_once(tmp_path: Path, layo
         store = opened_to_read(tmp_path / "l3")
         assert store.remove(KEYS[:1]) == 0
         assert store.contains(KEYS) == [False] + [True] * 11
-        assert store.clear_or_raise([OTHER_IDENTITY]) == 0
+        assert store.clear([OTHER_IDENTITY]) == 0
         assert read_pages(store, KEYS[1:], (5000,))[0] == [GetResult.HIT] * 11
-        assert store.clear_or_raise(clear) == 0
+        assert store.clear(clear) == 0
         store._list()
         assert store.contains(KEYS) == [False] * 12
         assert read_pages(store, KEYS, (5000,))[0] == [GetResult.MISS] * 12

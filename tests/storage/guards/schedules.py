@@ -182,7 +182,7 @@ class FaultyStore(PageStoreWrapper):
         mode = self._begin()
         return 0 if mode is Mode.FAILS else super().remove(keys)
 
-    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
+    def clear(self, digests: Sequence[bytes] | None) -> int:
         if self._begin() is Mode.FAILS:
             raise ClearLaterError("gone")
         return super().clear(digests)

@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import ClearLaterError, StoreClosedError
+from hicache_ext.errors import StoreClosedError
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.forms import STORED_AS, Form, Forms, Transforms, stored_as
 from hicache_ext.page.transforms.header import CODEC_NUMBERS, LOSSY_CODECS, SALT_LENGTH
 from hicache_ext.page.transforms.sealing import Seal, new_salts
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability, clear_or_raise
+from hicache_ext.storage.contract.abilities import IdentityKeeper, PageLister, ability
 from hicache_ext.storage.contract.base import error_reason, leading_in_portions, one_for_each
 from hicache_ext.storage.contract.store import (
     DelegatingStore,
@@ -128,16 +128,10 @@ class TransformedStore(DelegatingStore):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        try:
-            return self.clear_or_raise(digests)
-        except ClearLaterError:
-            return 0
-
-    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
-        """``clear``, for who tries again (``Clearer``). All forms go, those of keys that are no longer configured, too,
-        where the tier keeps documents, and pages of the time before it had a seal."""
+        """All forms go, those of keys that are no longer configured, too, where the tier keeps documents, and pages of
+        the time before it had a seal."""
         if digests is not None and not digests:
-            return clear_or_raise(self.inner, digests)
+            return self.inner.clear(digests)
         documents = self._documents_of_inner()
         # Of all identities, those that ``inner`` takes for several.
         several = [digest for digest in list(self._documents) if len(self._known.forms(digest).all) > 1]
@@ -146,8 +140,8 @@ class TransformedStore(DelegatingStore):
         for digest in wanted:
             stored = [form.identity for form in self._known.forms(digest).all]
             stored += [other for other, document in documents.items() if stored_as(document, digest)]
-            had_pages += clear_or_raise(self.inner, list(dict.fromkeys([*stored, digest]))) > 0
-        return had_pages if digests is not None else had_pages + clear_or_raise(self.inner, None)
+            had_pages += self.inner.clear(list(dict.fromkeys([*stored, digest]))) > 0
+        return had_pages if digests is not None else had_pages + self.inner.clear(None)
 
     def _documents_of_inner(self) -> Mapping[bytes, Mapping[str, Any]]:
         keeper = ability(self.inner, IdentityKeeper)

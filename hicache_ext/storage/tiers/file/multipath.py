@@ -375,12 +375,6 @@ class SpreadStore:
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Of paths out of service as soon as they are back."""
-        try:
-            return self.clear_or_raise(digests)
-        except ClearLaterError:
-            return 0
-
-    def clear_or_raise(self, digests: Sequence[bytes] | None) -> int:
         with self._calls:
             with self._state:
                 usable = self._usable
@@ -390,7 +384,7 @@ class SpreadStore:
             had_pages, failed = 0, None
             for number in usable:
                 try:
-                    had_pages = max(had_pages, self._call(number, "clear_or_raise", digests, 0))
+                    had_pages = max(had_pages, self._call(number, "clear", digests, 0))
                 except ClearLaterError as error:
                     failed = error
             if failed is not None:
@@ -571,13 +565,15 @@ class SpreadStore:
                 opened.register_identity(digest, document)
             while not self._put_back(number, opened):
                 pass
-        except BaseException:
+        except BaseException as error:
             opened.close()
+            if isinstance(error, ClearLaterError):
+                return False  # the path's store has said why
             raise
         return None
 
     def _put_back(self, number: int, opened: PathStore) -> bool:
-        """Clear what was cleared meanwhile, then use the path; False when another clear() came in between."""
+        """Clear what was cleared meanwhile, then use the path; False after a clear, or ClearLaterError."""
         part = self._parts[number]
         with self._state:
             cleared, part.cleared = part.cleared, set()
@@ -594,7 +590,11 @@ class SpreadStore:
                 self._use(sorted({*self._usable, number}))
                 return True
             part.note_clear(cleared)
-        opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
+        try:
+            opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
+        except ClearLaterError:
+            part.cleared.update(cleared)
+            raise
         return False
 
     def _close_store(self, part: _Part) -> None:
