@@ -36,7 +36,12 @@ OFF = (
     *("bench", "cli", "doctor", "pd", "plan", "config.render"),
     *("kernels.batched_dma", "kernels.calibration", "kernels.triton_engine"),
     *("page.recording", "page.transforms.body", "page.transforms.codec"),
-    *("storage.contract.tenancy", "storage.contract.transforming", "storage.guards.time_limits"),
+    *(
+        "page.transforms.numbers",
+        "storage.contract.tenancy",
+        "storage.contract.transforming",
+        "storage.guards.time_limits",
+    ),
     *("storage.guards.late_open", "storage.tiering.admission"),
     "storage.tiering.reuse",
     *(f"storage.serving.{name}" for name in ("config_file", "control", "events", "hints", "metrics_export", "prompts")),

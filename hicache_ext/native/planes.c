@@ -1,4 +1,4 @@
-/* Pages in another form: the two planes of their numbers (page/transforms/codec.py, which says which bit goes where),
+/* Pages in another form: the two planes of their numbers (page/transforms/numbers.py, which says which bit goes where),
  * and their rows as codes of 8 bits.
  *
  * Everything may lie at any address. Arithmetic is that of float32, step by step (-ffp-contract=off, no -ffast-math).
@@ -89,11 +89,11 @@ WIDE PUBLIC int64_t hicache_join(const struct join *call)
 enum { BFLOAT16, FLOAT16, FLOAT32 }; /* Of a page's numbers. */
 enum { INT8, FP8 };                  /* Of the codes. */
 
-/* Bits of float32. */
+/* Bits of float32; most have the same names in numbers.py, which says why. */
 #define MAGNITUDE UINT32_C(0x7FFFFFFF)
-#define TOO_LARGE UINT32_C(0x71800000) /* 2**100: a page with larger numbers, infinities or NaNs is not quantised. */
-#define TOO_SMALL UINT32_C(0x0D800000) /* 2**-100: a row of smaller numbers becomes zeros. */
-#define BIAS_8 (UINT32_C(120) << 23)   /* Exponents of float32 less those of fp8. */
+#define TOO_LARGE UINT32_C(0x71800000)
+#define TOO_SMALL UINT32_C(0x0D800000)
+#define BIAS_8 (UINT32_C(120) << 23)
 #define NORMAL_8 UINT32_C(0x3C800000) /* The smallest normal number of fp8. */
 #define BIAS_16 (UINT32_C(112) << 23) /* Exponents of float32 less those of float16. */
 #define NORMAL_16 UINT32_C(0x38800000)

@@ -178,7 +178,8 @@ class ServedPools:
             self.bound[name] = bound = self._under_model(name, pages, described, shards)
             identified = self.identified
         for codec in sorted(self._config.lossy_codecs):
-            from hicache_ext.page.transforms.codec import Rows, rows_of
+            from hicache_ext.page.transforms.codec import rows_of
+            from hicache_ext.page.transforms.numbers import Rows
 
             rows = rows_of(bound.identities[0].document(), codec)
             how = f"in codes of 8 bits, a scale for {rows.length} numbers" if isinstance(rows, Rows) else rows

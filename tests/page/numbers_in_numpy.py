@@ -1,4 +1,4 @@
-"""What the native core makes of the numbers of a page, in numpy: the same bytes (page/transforms/codec.py)."""
+"""What the native core makes of the numbers of a page, in numpy: the same bytes (page/transforms/numbers.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_ext.page.transforms.codec import Rows, Split
+from hicache_ext.page.transforms.numbers import Rows, Split
 
 Array = np.ndarray[Any, Any]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hicache_ext.errors import FormatError
-from hicache_ext.page.transforms import codec
+from hicache_ext.page.transforms import codec, numbers
 from hicache_ext.page.transforms.codec import Codec, PageCodec, lossy_fact
 from hicache_ext.page.transforms.header import CODEC_NUMBERS, LOSSY_CODECS
 from tests.page.damages import damaged_in_one_way
@@ -186,7 +186,7 @@ def test_unlike_heads_of_keys_and_values_share_the_longest_row_that_divides_both
 def test_packed_drafts_share_the_row_with_the_target() -> None:
     drafts = "head_dim=96,v_head_dim=96,dtype=torch.bfloat16,layout=nhd"
     size = 96 * 512
-    assert codec.rows_of(document(buffer1=drafts), "int8") == codec.Rows("bfloat16", 32, "int8")
+    assert codec.rows_of(document(buffer1=drafts), "int8") == numbers.Rows("bfloat16", 32, "int8")
     assert Codec("int8").for_pages(document(buffer1=drafts), size).code == CODEC_NUMBERS["int8"]
 
 

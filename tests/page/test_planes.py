@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_ext.page.transforms.codec import SPLITS, Split
+from hicache_ext.page.transforms.numbers import SPLITS, Split
 from tests.page import numbers_in_numpy
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hicache_ext import native
 from hicache_ext.native import address
-from hicache_ext.page.transforms.codec import KINDS, Rows, _Quantise, _Restore
 from hicache_ext.page.transforms.header import LOSSY_CODECS
+from hicache_ext.page.transforms.numbers import KINDS, Rows, _Quantise, _Restore
 from tests.page import numbers_in_numpy
 from tests.page.numbers_in_numpy import NARROW, WIDEN
 from tests.page.test_planes import at_address
