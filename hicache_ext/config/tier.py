@@ -16,7 +16,8 @@ from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted, r
 from hicache_ext.config.schema import Allowed, ConfigModel
 from hicache_ext.config.secrets import SealConfig
 from hicache_ext.config.values import SIZE_ALLOWED, duration, or_auto, or_word, parse_size
-from hicache_ext.errors import ConfigError, HicacheExtError, TierTypeError
+from hicache_ext.errors import ConfigError, MissingPackageError, TierTypeError
+from hicache_ext.packages import need
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.storage.contract.registry import tier_type, tier_type_names
 
@@ -177,12 +178,13 @@ class TierConfig(ConfigModel):
         """``key``: the key path of ``codec``. Raises ConfigError."""
         if self.codec == "off":
             return None
+        try:
+            need("zstandard")
+        except MissingPackageError as error:
+            raise ConfigError(key, str(error)) from None
         from hicache_ext.page.transforms.codec import Codec, Paying
 
-        try:
-            return Codec("lossless", Paying()) if self.codec == "auto" else Codec(self.codec)
-        except HicacheExtError as error:
-            raise ConfigError(key, str(error)) from None
+        return Codec("lossless", Paying()) if self.codec == "auto" else Codec(self.codec)
 
     def transformed(self, name: str, store: PageStore) -> PageStore:
         """The store of ``tiers.<name>`` with what is done to its pages around it. Raises ConfigError."""

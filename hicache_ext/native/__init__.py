@@ -9,8 +9,8 @@ A function of it takes one struct of words, a subclass of ``Arguments`` here, an
     core = native.core()
     core(CheckHeaders(address(headers), len(headers), address(start), address(seals), address(valid)))
 
-Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs and no codecs;
-everything else works in Python: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
+Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs; everything else
+works in Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 /* Pages in another form: the two planes of their numbers (page/transforms/numbers.py, which says which bit goes where),
- * and their rows as codes of 8 bits.
+ * and their rows as codes of 8 bits. It makes the same with numpy, too.
  *
  * Everything may lie at any address. Arithmetic is that of float32, step by step (-ffp-contract=off, no -ffast-math).
  * All bits are allowed in what is read. The caller owns the memory, alone while the call lasts, and sees to it that its

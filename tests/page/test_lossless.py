@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache_ext import native
 from hicache_ext.errors import FormatError, MissingPackageError
 from hicache_ext.page.transforms import codec
 from hicache_ext.page.transforms.codec import Codec, PageCodec
@@ -72,6 +74,20 @@ def test_pages_come_back_to_the_bit_and_take_fewer_bytes(dtype: str) -> None:
     assert encoded is not None and len(content) / len(encoded) >= DTYPES[dtype]
     room = min(room for room in pages.rooms if room >= len(encoded))
     decoded = bytearray(len(content))
+    pages.decode(memoryview(encoded.ljust(room, b"\0")), memoryview(decoded))
+    assert decoded == content
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_core_and_numpy_give_equal_bytes(dtype: str, monkeypatch) -> None:
+    content = page_of(dtype, 64 << 10)
+    pages = Codec("lossless").for_pages(_document(dtype), len(content))
+    assert native.core() is not None
+    encoded = _encoded(pages, content)
+    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    assert native.core() is None and _encoded(pages, content) == encoded
+    decoded = bytearray(len(content))
+    room = min(room for room in pages.rooms if room >= len(encoded))
     pages.decode(memoryview(encoded.ljust(room, b"\0")), memoryview(decoded))
     assert decoded == content
 

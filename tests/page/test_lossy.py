@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache_ext import native
 from hicache_ext.errors import FormatError
 from hicache_ext.page.transforms import codec, numbers
 from hicache_ext.page.transforms.codec import Codec, PageCodec, lossy_fact
@@ -70,6 +72,16 @@ def test_what_comes_back_is_close_to_what_was_computed(code: str, error: float) 
     pages = pages_for(code)
     before, after = floats(content), floats(decoded_by(pages, encoded_by(pages, content)))
     assert 0 < np.abs(before - after).max() < error
+
+
+@pytest.mark.parametrize("code", LOSSY_CODECS)
+def test_the_core_and_numpy_give_equal_bytes(code: str, monkeypatch) -> None:
+    content = page_of("bfloat16", SIZE)
+    pages = pages_for(code)
+    assert native.core() is not None
+    encoded = encoded_by(pages, content)
+    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
+    assert encoded_by(pages, content) == encoded
 
 
 @pytest.mark.parametrize("code", LOSSY_CODECS)

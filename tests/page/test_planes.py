@@ -1,4 +1,4 @@
-"""Numbers taken apart into planes by the native core, and with numpy."""
+"""Numbers taken apart into planes: by the native core and with numpy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache_ext import native
 from hicache_ext.page.transforms.numbers import SPLITS, Split
-from tests.page import numbers_in_numpy
 
 
 def at_address(content: np.ndarray, start: int) -> np.ndarray:
@@ -28,13 +28,26 @@ def _planes_of(split: Split, page: bytes) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=str)
+def test_numpy_joins_what_it_split(split: Split) -> None:
+    # Of more than a piece, and not a whole number of them.
+    page = np.random.default_rng(1).integers(0, 256, 200_004, np.uint8)
+    both = _planes_of(split, page.tobytes())
+    split.split_in_numpy(page, *both)
+    joined = np.zeros_like(page)
+    split.join_in_numpy(*both, joined)
+    assert np.array_equal(joined, page)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=str)
 def test_the_core_and_numpy_make_equal_planes_at_any_address(split: Split) -> None:
+    assert native.core() is not None
+
     @given(_pages(split), st.integers(0, 7))
     def check(content: bytes, start: int) -> None:
         page = np.frombuffer(content, np.uint8)
         made, plain = ([at_address(plane, start) for plane in _planes_of(split, content)] for _ in range(2))
         split.split(at_address(page, start), *made)
-        numbers_in_numpy.split(split, page, *plain)
+        split.split_in_numpy(page, *plain)
         assert [plane.tobytes() for plane in made] == [plane.tobytes() for plane in plain]
         joined = at_address(np.zeros_like(page), start)
         split.join(*made, joined)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from hicache_ext import native
 from hicache_ext.native import address
 from hicache_ext.page.transforms.header import LOSSY_CODECS
-from hicache_ext.page.transforms.numbers import KINDS, Rows, _Quantise, _Restore
-from tests.page import numbers_in_numpy
-from tests.page.numbers_in_numpy import NARROW, WIDEN
+from hicache_ext.page.transforms.numbers import _NARROW, _WIDEN, KINDS, Rows, _Quantise, _Restore
 from tests.page.test_planes import at_address
 
 LENGTH = 64
@@ -27,12 +24,12 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 
 def words_of(numbers: np.ndarray, dtype: str) -> np.ndarray:
     page = np.zeros(numbers.size * (2 if dtype == "float32" else 1), np.uint16)
-    NARROW[dtype](np.ascontiguousarray(numbers, np.float32).reshape(-1), page)
+    _NARROW[dtype](np.ascontiguousarray(numbers, np.float32).reshape(-1), page)
     return page
 
 
 def numbers_of(page: np.ndarray, dtype: str) -> np.ndarray:
-    return WIDEN[dtype](page).view(np.float32).reshape(-1, LENGTH)
+    return _WIDEN[dtype](page).view(np.float32).reshape(-1, LENGTH)
 
 
 def there_and_back(page: np.ndarray, dtype: str, code: str) -> np.ndarray:
@@ -70,6 +67,7 @@ def test_fp8_keeps_small_numbers_of_a_row_to_four_bits(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", KINDS)
 def test_numbers_between_the_codes_of_fp8_and_the_steps_of_halves_are_rounded_alike(dtype: str, code: str) -> None:
     """The core and numpy, over all bits of a number: denormal, at the limits, negative."""
+    assert native.core() is not None
     random = np.random.default_rng(1)
     page = random.integers(0, 1 << 16, 400 * LENGTH * (2 if dtype == "float32" else 1), np.uint16)
     if dtype == "float16":
@@ -79,7 +77,7 @@ def test_numbers_between_the_codes_of_fp8_and_the_steps_of_halves_are_rounded_al
     how = Rows(dtype, LENGTH, code)
     made = []
     for quantise, restore in (
-        (partial(numbers_in_numpy.quantise, how), partial(numbers_in_numpy.restore, how)),
+        (how.quantise_in_numpy, how.restore_in_numpy),
         (how.quantise, how.restore),
     ):
         codes = np.zeros(400 * LENGTH, np.uint8)
@@ -94,7 +92,8 @@ def test_numbers_between_the_codes_of_fp8_and_the_steps_of_halves_are_rounded_al
 @pytest.mark.parametrize("dtype", KINDS)
 def test_every_bit_of_a_page_is_quantised_and_restored_alike_at_any_address(dtype: str, code: str) -> None:
     """The core and numpy: also of infinities and NaNs, rows of any length, and scales that nobody writes."""
-    core = native.needed()
+    core = native.core()
+    assert core is not None
 
     @given(st.integers(1, 70), st.integers(0, 5), st.integers(0, 3), st.booleans(), st.randoms(use_true_random=False))
     def check(length: int, count: int, start: int, harmless: bool, chance: random.Random) -> None:
@@ -110,14 +109,14 @@ def test_every_bit_of_a_page_is_quantised_and_restored_alike_at_any_address(dtyp
         kind, fp8 = KINDS[dtype], code == "fp8"
         places = address(scales), address(codes)
         accepted = core(_Quantise(address(page), kind, fp8, length, count, *places))
-        assert accepted == numbers_in_numpy.quantise(how, content, *expected[:2])
+        assert accepted == how.quantise_in_numpy(content, *expected[:2])
         if not accepted:
             return
         assert (bytes(scales), bytes(codes)) == (bytes(expected[0]), bytes(expected[1]))
         for of_codes in (bytes(codes), chance.randbytes(total)):
             codes[:] = expected[1][:] = np.frombuffer(of_codes, np.uint8)
             core(_Restore(*places, kind, fp8, length, count, address(back)))
-            numbers_in_numpy.restore(how, *expected)
+            how.restore_in_numpy(*expected)
             assert bytes(back) == bytes(expected[2])
 
     check()

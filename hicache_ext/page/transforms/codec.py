@@ -45,7 +45,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hicache_ext import native
 from hicache_ext.errors import FormatError
 from hicache_ext.packages import missing_package
 from hicache_ext.page.page_object import gather
@@ -88,7 +87,7 @@ _FACT = "codecs"
 class Codec:
     """A codec as it is configured for a tier: ``lossless``, ``int8`` or ``fp8``. Threads: any.
 
-    Raises MissingPackageError without the package ``zstandard``, HicacheExtError without the native core."""
+    Raises MissingPackageError without the package ``zstandard``."""
 
     name: str
     paying: Paying | None = None
@@ -96,7 +95,6 @@ class Codec:
 
     def __post_init__(self) -> None:
         _zstandard()
-        native.needed()
 
     @property
     def label(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Where the native core was not built there are no slabs and no codecs: what is refused and how, and what goes on."""
+"""Where the native core was not built there are no slabs: what is refused and how, and what goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from hicache_ext import native
 from hicache_ext.cli.main import main
 from hicache_ext.config import ExtraConfig, load_config
-from hicache_ext.errors import ConfigError, StoreError, StoreSetupError
+from hicache_ext.errors import StoreError, StoreSetupError
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_editor, open_inspector
@@ -107,19 +107,6 @@ def test_auto_takes_page_files_for_a_new_directory_says_why_and_keeps_them(
     assert store.tiers[0].describe().details["layout"] == "pages"
     assert_hits(store, KEYS)
     store.close()
-
-
-@pytest.mark.parametrize("codec", ["lossless", "auto", "int8"])
-def test_a_tier_with_a_codec_is_refused_in_one_sentence_and_nothing_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
-) -> None:
-    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere/core.so"))
-    document = section(tmp_path / "l3", "pages")
-    document["hicache_ext"]["tiers"]["disk"]["codec"] = codec
-    with pytest.raises(ConfigError) as refused:
-        open_tiers(load_config(document))
-    why = "the native core is not there: core.so was not built with this package"
-    assert str(refused.value) == f"hicache_ext.tiers.disk.codec: {why}; {native.REMEDY}"
 
 
 @pytest.fixture
