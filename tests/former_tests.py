@@ -544,7 +544,9 @@ FORMER = {
     "test_a_page_is_kept_for_every_request_that_found_it": (
         "-> test_a_page_is_kept_for_every_request_that_found_it_until_its_room_is_needed"
     ),
-    "test_one_that_begins_open_is_probed_from_resume_on": "-> test_one_that_begins_open_is_probed_once_somebody_asks_for_it",
+    "test_one_that_begins_open_is_probed_from_resume_on": (
+        "-> test_one_that_begins_open_is_probed_once_somebody_asks_for_it"
+    ),
     "test_to_resume_what_is_probed_already_delays_no_probe": "a breaker that begins open begins to be probed once",
     "test_slots_that_move_are_followed": "-> test_pages_of_slots_that_move_are_absent_until_the_map_names_their_node",
     "test_slots_that_move_are_followed_once_they_are_there": (

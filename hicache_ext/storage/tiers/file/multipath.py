@@ -546,14 +546,15 @@ class SpreadStore:
         try:
             part.check()
             refusal: Exception | None = self._open(number)
-        except OSError as error:
+        except (OSError, ClearLaterError) as error:
             refusal = error
         if refusal is not None:
             logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, refusal)
         return refusal is None
 
     def _open(self, number: int) -> StoreSetupError | None:
-        """Open a path and use it, or return why it cannot be opened."""
+        """Open a path and use it, or return why it cannot be opened. Raises OSError, and ClearLaterError where what was
+        cleared meanwhile is there still."""
         part = self._parts[number]
         try:
             opened = self._open_path(part.path, part.note)
@@ -565,10 +566,8 @@ class SpreadStore:
                 opened.register_identity(digest, document)
             while not self._put_back(number, opened):
                 pass
-        except BaseException as error:
+        except BaseException:
             opened.close()
-            if isinstance(error, ClearLaterError):
-                return False  # the path's store has said why
             raise
         return None
 
