@@ -26,6 +26,9 @@ _PLAN = "plan replays LRU in Python: the same figures to every digit, without gh
 _ONE_WAY = "it has one way: numpy is as fast there as the native core was"
 
 FORMER = {
+    "test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up_after_three": (
+        "-> test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up"
+    ),
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"
     ),

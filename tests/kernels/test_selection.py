@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from hicache_ext.kernels.calibration import (
     read_calibration,
     write_calibration,
 )
-from hicache_ext.kernels.engine import Direction, Operation, ReferenceEngine
+from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.selection import ENGINES, Selector
 from hicache_ext.runtime.metrics import TierMetrics
@@ -136,11 +138,19 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicache_ext.kernels.geometry.LayerStack.device", torch.device("cuda", 0))
 
 
+def chosen(selector: Selector, load: Operation) -> tuple[str | None, str]:
+    """The engine's name, and what was counted."""
+    engine = selector.choose(load)
+    (((_, counted), _),) = selector._metrics.snapshot().items()
+    return engine and engine.name, counted
+
+
+def selecting(makers: Mapping[str, Callable[[], CopyEngine]], **how: Any) -> Selector:
+    return Selector(makers, metrics=TierMetrics("test"), **how)
+
+
 def test_on_the_cpu_it_is_the_reference() -> None:
-    metrics = TierMetrics("test")
-    engine, reason = Selector({"reference": ReferenceEngine}, metrics=metrics).choose(operation())
-    assert (engine and engine.name, reason) == ("reference", "cpu")
-    assert metrics.value("load", "reference: cpu") == 1
+    assert chosen(selecting({"reference": ReferenceEngine}), operation()) == ("reference", "reference: cpu")
 
 
 def test_on_a_gpu_it_is_sglangs_own_path_until_there_is_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,22 +158,21 @@ def test_on_a_gpu_it_is_sglangs_own_path_until_there_is_a_calibration(monkeypatc
     here = Situation.of(load)
     on_a_gpu(monkeypatch)
     makers = {"triton": ReferenceEngine}
-    assert Selector(makers).choose(load) == (None, "not_calibrated")
+    assert chosen(selecting(makers), load) == (None, "sglang: not_calibrated")
     faster = calibration(here.took({"sglang": 2.0, "triton": 1.0}))
-    engine, reason = Selector(makers, calibration=faster).choose(load)
-    assert engine is not None and reason == "calibrated"
+    assert chosen(selecting(makers, calibration=faster), load) == ("reference", "reference: calibrated")
     slower = calibration(here.took({"sglang": 1.0, "triton": 2.0}))
-    assert Selector(makers, calibration=slower).choose(load) == (None, "calibrated")
-    assert Selector(makers, calibration=FIGURES).choose(load)[1] == "calibrated"
-    assert Selector(makers, calibration=calibration()).choose(load) == (None, "not_measured")
+    assert chosen(selecting(makers, calibration=slower), load) == (None, "sglang: calibrated")
+    assert chosen(selecting(makers, calibration=FIGURES), load)[1].endswith(": calibrated")
+    assert chosen(selecting(makers, calibration=calibration()), load) == (None, "sglang: not_measured")
 
 
 def test_a_configured_engine_serves_what_it_can_and_sglangs_own_path_the_rest() -> None:
-    assert Selector({"triton": Picky}, engine="triton").choose(operation()) == (None, "picky")
-    assert Selector({"triton": Picky}, engine="sglang").choose(operation())[0] is None
-    assert Selector({"triton": ReferenceEngine}, engine="triton").choose(operation())[0] is not None
+    assert chosen(selecting({"triton": Picky}, engine="triton"), operation()) == (None, "sglang: picky")
+    assert chosen(selecting({"triton": Picky}, engine="sglang"), operation()) == (None, "sglang: configured")
+    assert chosen(selecting({"triton": ReferenceEngine}, engine="triton"), operation())[0] is not None
 
     def missing() -> ReferenceEngine:
         raise CopyError("no driver")
 
-    assert Selector({"triton": missing}, engine="triton").choose(operation()) == (None, "unavailable")
+    assert chosen(selecting({"triton": missing}, engine="triton"), operation()) == (None, "sglang: unavailable")
