@@ -410,7 +410,6 @@ def _our_manager(
     )
     backend.fed_by_decode_writer = True
     metrics = TierMetrics("pd_write", prefix="pd_write_")
-    backend.export_also(metrics)
 
     def minimum(numbers: list[int]) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
@@ -432,6 +431,7 @@ def _our_manager(
         minimum=minimum if torch.distributed.get_world_size(group=tp_group) > 1 else list,
         hints=backend.hint_sender(metrics),
     )
+    backend.export_also(metrics, manager.writer.set_levels)
     logger.info("hicache_ext: decode writer in force: %s", config)
     return manager
 
