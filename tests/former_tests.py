@@ -26,6 +26,9 @@ _PLAN = "plan replays LRU in Python: the same figures to every digit, without gh
 _ONE_WAY = "it has one way: numpy is as fast there as the native core was"
 
 FORMER = {
+    "test_what_is_added_or_renamed_as_announced_costs_nothing_and_is_named": (
+        "-> test_what_is_added_or_renamed_as_announced_costs_nothing"
+    ),
     "test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up_after_three": (
         "-> test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up"
     ),

@@ -49,7 +49,6 @@ from hicache_ext.sglang.used_names import (
     STORAGE,
     Feature,
     check_installed,
-    ignored_parameters,
     lacking,
 )
 from hicache_ext.storage.contract import tenants
@@ -387,11 +386,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             )
         names = ", ".join(f"--{name.replace('_', '-')}" for name in self._facts.unknown_arguments)
         unknown = f"hicache_ext does not know {names}: pages are shared with servers that were given the same"
-        for sentence in (
-            untested(installed_release()),
-            ignored_parameters(check_installed()),
-            unknown if names else None,
-        ):
+        for sentence in (untested(installed_release()), unknown if names else None):
             if sentence is not None and not self._ranks_before_this:
                 logger.warning("%s", sentence)
         unused = {
