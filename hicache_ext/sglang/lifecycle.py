@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNHURRIED = nullcontext()
+_HINTS_INTERVAL = 0.5
+"""Seconds between two looks of a prefill node for hints."""
 _HINTS_AWAITED = 1.0
 """Seconds that close() waits for a hint that is being followed."""
 _LONGEST_LOAD = 20.0
@@ -204,9 +206,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._pull_rule = PullRule(config.pd.pull, prefill_cost())
             self.export_also(self._pull_rule.metrics)
         if config.pd.hints.enabled and config.role == "prefill":
-            from hicache_ext.sglang.announcements import hint_receiver
+            from hicache_ext.sglang.announcements import bring_inward, hint_board, hint_scope
+            from hicache_ext.storage.serving.hints import HintReceiver
 
-            hints = hint_receiver(config, self.served, self._store)
+            board = hint_board(config, config.retrieve_locations, self._store)
+            hints = HintReceiver(
+                board,
+                lambda hashes: bring_inward(self.served, self._store, hashes),
+                lambda: hint_scope(self.served),
+                _HINTS_INTERVAL,
+            )
             closing.callback(lambda: hints.close(_HINTS_AWAITED))
             self.export_also(hints.metrics)
         if speaks:
@@ -317,9 +326,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
         if not self._config.pd.hints.enabled or self._ranks_before_this:
             return None
-        from hicache_ext.sglang.announcements import hint_sender
+        from hicache_ext.sglang.announcements import hint_board, hint_scope
+        from hicache_ext.storage.serving.hints import HintSender
 
-        return hint_sender(self._config, self.served, self._store, metrics, self.stored_leading)
+        board = hint_board(self._config, self._config.store_locations, self._store)
+        return HintSender(board, lambda: hint_scope(self.served) or b"", metrics, self.stored_leading)
 
     # -- administration --------------------------------------------------------------------------------------------
 
