@@ -37,7 +37,7 @@ def test_each_page_says_what_became_of_it(open_backend: Callable[..., Any]) -> N
     assert backend.store_pages(KEYS, indices(0, 1, 2)) == [SetResult.EXISTS, SetResult.EXISTS, SetResult.STORED]
     assert backend.batch_exists(KEYS) == 3
     assert backend.stored_leading([KEYS[0], "ab" * 32, KEYS[1]]) == 1
-    backend.served.suspended_because = "weights"
+    backend.served.suspended = True
     assert backend.store_pages(KEYS[:1], indices(0)) == [SetResult.REJECTED]
     assert backend.stored_leading(KEYS) == 0
 
