@@ -88,15 +88,11 @@ class Calibration:
 
         None if nothing like ``situation`` was measured together with SGLang's own path.
         """
-        near = [
-            (measurement.distance(situation), index)
-            for index, measurement in enumerate(self.measurements)
-            if SGLANG in measurement.seconds
-        ]
-        distance, index = min(near, default=(math.inf, 0))
-        if math.isinf(distance):
+        measured = [one for one in self.measurements if SGLANG in one.seconds]
+        nearest = min(measured, key=situation.distance, default=None)
+        if nearest is None or math.isinf(situation.distance(nearest)):
             return None
-        seconds = self.measurements[index].seconds
+        seconds = nearest.seconds
         engine = min((name for name in seconds if name == SGLANG or name in engines), key=lambda name: seconds[name])
         return engine if seconds[engine] * MARGIN <= seconds[SGLANG] else SGLANG
 
