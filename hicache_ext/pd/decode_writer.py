@@ -250,7 +250,6 @@ _RETRY_WITHIN_MS = 30_000
 """No write is tried again later than this after its first failure: it keeps host memory."""
 _PAGES_IN_FLIGHT = 2 * _PAGES_PER_WRITE
 """Pages handed to the storage thread; the others wait where they can be dropped, and overtaken by what has finished."""
-_HINTS_TIMEOUT = 2.0
 
 Minimum = Callable[[list[int]], list[int]]
 """Of each number the smallest of all ranks."""
@@ -537,8 +536,6 @@ class DecodeWriter:
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread. True: it ended, and host memory may be freed."""
-        if self._hints is not None:
-            self._hints.close(_HINTS_TIMEOUT)
         return self._writer.stop(timeout)
 
     # -- host memory -----------------------------------------------------------------------------------------------

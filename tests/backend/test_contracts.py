@@ -322,7 +322,7 @@ SHAPES: dict[str, Callable[[Any, Any], bool]] = {
 }
 """What each call of pages answers, whatever it is given."""
 
-OURS = {"declare_failures", "distrust", "export_also", "hint_sender", "report_failure"} | {
+OURS = {"declare_failures", "distrust", "export_also", "report_failure"} | {
     "note_tenant",
     "take_hints",
     "warn_of_sizes",
