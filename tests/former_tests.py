@@ -39,6 +39,12 @@ FORMER = {
     "test_the_drawing_is_the_tree": "errors are not drawn: their classes say it",
     "test_every_error_says_what_it_is": "-> test_every_error_is_of_our_base_and_says_what_it_is",
     "test_an_overlay_is_what_its_upper_layer_is": "-> test_an_overlay_is_a_disk_of_the_host",
+    "test_what_is_added_or_renamed_as_announced_costs_nothing_and_is_named": (
+        "-> test_what_is_added_or_renamed_as_announced_costs_nothing"
+    ),
+    "test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up_after_three": (
+        "-> test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up"
+    ),
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"
     ),

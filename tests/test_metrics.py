@@ -294,7 +294,6 @@ _MADE_NAMES = {
     ("storage/guards/time_limits.py", "event"): ("timeout", "late", "rejected"),
     ("storage/contract/base.py", "call"): ("get", "set"),
     ("kernels/selection.py", "str(direction)"): tuple(Direction),
-    ("pd/decode_writer.py", "name"): ("waiting_pages", "host_used_tokens"),
     ("storage/tiers/file/multipath.py", "level"): ("tenant_pages", "tenant_bytes"),
 }
 _PREFIXES = {

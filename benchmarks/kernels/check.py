@@ -13,7 +13,7 @@ import torch
 from hicache_ext.errors import CommandError, CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
-from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerCopy, LayerStack, device_rows, host_rows, page_tokens
+from hicache_ext.kernels.geometry import HOST_LAYOUTS, LayerStack, device_rows, host_rows, page_tokens
 from hicache_ext.kernels.triton_engine import TritonEngine
 from tests.rigs.fake_cuda import FakeGpu
 from tests.rigs.interpreted_triton import InterpretedTritonEngine
@@ -33,7 +33,7 @@ class CheckedMemory:
         self.device = [torch.randint(0, 256, (tokens, row), dtype=torch.uint8, device=device) for _ in range(layers)]
         self.tokens = page_tokens([6, 1, 2], page_size), page_tokens([0, 5, 4], page_size)
         copies = [
-            LayerCopy(
+            (
                 host_rows(
                     self.host,
                     layout=layout,
@@ -45,14 +45,18 @@ class CheckedMemory:
                     segment_bytes=row // segments,
                 ),
                 device_rows(buffer, page_size=page_size, row_stride=row, segment_bytes=row // segments),
-                page_size,
-                segments,
-                row // segments,
             )
             for layer, buffer in enumerate(self.device)
         ]
         registrations = [(self.host.data_ptr(), self.host.numel())]
-        self.stack = LayerStack.of([[copy] for copy in copies], layout=layout, registrations=registrations)
+        self.stack = LayerStack.of(
+            [[copy] for copy in copies],
+            page_size=page_size,
+            segments=segments,
+            segment_bytes=row // segments,
+            layout=layout,
+            registrations=registrations,
+        )
 
     def gpu(self) -> FakeGpu:
         return FakeGpu(self.stack.registrations, [(buffer.data_ptr(), buffer.numel()) for buffer in self.device])

@@ -21,7 +21,7 @@ from hicache_ext.bench.kernels import driver_version
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine
-from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows, page_tokens
+from hicache_ext.kernels.geometry import LayerStack, device_rows, host_rows, page_tokens
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.kernels.triton_engine import TritonEngine
 from hicache_ext.runtime.metrics import TierMetrics
@@ -120,7 +120,10 @@ class Segments:
         )
         on_device = device_rows(self.device, page_size=1, row_stride=segment_bytes, segment_bytes=segment_bytes)
         self.stack = LayerStack.of(
-            [[LayerCopy(rows, on_device, 1, 1, segment_bytes)]],
+            [[(rows, on_device)]],
+            page_size=1,
+            segments=1,
+            segment_bytes=segment_bytes,
             layout="layer_first",
             registrations=[(host.data_ptr(), host.numel())],
         )
@@ -406,7 +409,7 @@ def _model_stack(
     device = [torch.zeros(tokens, row_bytes, dtype=torch.uint8, device="cuda") for _ in range(2 * layers)]
     copies = [
         [
-            LayerCopy(
+            (
                 host_rows(
                     host[part * component : (part + 1) * component],
                     layout=layout,
@@ -420,15 +423,19 @@ def _model_stack(
                 device_rows(
                     device[2 * layer + part], page_size=page_size, row_stride=row_bytes, segment_bytes=row_bytes
                 ),
-                page_size,
-                1,
-                row_bytes,
             )
             for part in range(2)
         ]
         for layer in range(layers)
     ]
-    stack = LayerStack.of(copies, layout=layout, registrations=[(host.data_ptr(), host.numel())])
+    stack = LayerStack.of(
+        copies,
+        page_size=page_size,
+        segments=1,
+        segment_bytes=row_bytes,
+        layout=layout,
+        registrations=[(host.data_ptr(), host.numel())],
+    )
     return stack, (host, device)
 
 

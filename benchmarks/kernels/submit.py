@@ -96,16 +96,18 @@ def imaginary_stack(case: SubmitCase, *, components: int = 2) -> LayerStack:
             host = host_start + component * component_bytes + layer * offset
             device = device_start + (layer * components + component) * pool_tokens * row
             layers[-1].append(
-                LayerCopy(
+                (
                     Rows(nothing, host, pool_tokens, Strides(page_stride, token_stride, row)),
                     Rows(nothing, device, pool_tokens, Strides(page, row, row)),
-                    case.page_size,
-                    1,
-                    row,
                 )
             )
     return LayerStack.of(
-        layers, layout=case.layout, registrations=[(host_start, component_bytes * components + page_stride)]
+        layers,
+        page_size=case.page_size,
+        segments=1,
+        segment_bytes=row,
+        layout=case.layout,
+        registrations=[(host_start, component_bytes * components + page_stride)],
     )
 
 
@@ -160,11 +162,11 @@ def _naive(stack: LayerStack, tokens: tuple[torch.Tensor, torch.Tensor], case: S
         started = time.perf_counter()
         for first, last in stack.layers:
             host, device = [], []
-            for copy in stack.copies[first:last]:
+            for at_host, at_device in stack.copies[first:last]:
                 for host_page, device_page in zip(host_pages, device_pages, strict=True):
                     for slot in range(rows):
-                        host.append(copy.host.address(host_page + slot, 0, case.page_size))
-                        device.append(copy.device.address(device_page + slot, 0, case.page_size))
+                        host.append(at_host.address(host_page + slot, 0, case.page_size))
+                        device.append(at_device.address(device_page + slot, 0, case.page_size))
             array = ctypes.c_uint64 * len(host)
             sources, destinations, sizes = array(*host), array(*device), array(*[size] * len(host))
             driver.copy_batch(

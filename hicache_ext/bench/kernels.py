@@ -50,8 +50,7 @@ _SECONDS, _QUICK_SECONDS = 60.0, 5.0
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write; with ``--calibrate`` also where servers look."""
     found = calibrate(_QUICK_SECONDS if arguments.quick else _SECONDS)
-    measured = [{**asdict(one.situation), "seconds": dict(one.seconds)} for one in found.measurements]
-    figures = {"gpu": found.gpu, "driver": found.driver, "measurements": measured}
+    figures = {"gpu": found.gpu, "driver": found.driver, "measurements": [asdict(one) for one in found.measurements]}
     machine = machine_facts(Path("."), ("hicache-ext", "torch", "triton", "sglang", "numpy"))
     print(f"{found.gpu}, driver {found.driver}")
     report(arguments, "kernels", machine, figures, _tables(found.measurements))
@@ -66,14 +65,14 @@ def _tables(measurements: Sequence[Measurement]) -> Iterator[Table]:
     """Yield a table for each direction, layout and place of the indices."""
     groups: dict[str, list[Measurement]] = {}
     for measurement in measurements:
-        where = measurement.situation
-        title = f"{where.direction}: {where.layout}, indices on the {'CPU' if where.indices_on_cpu else 'GPU'}"
+        place = "CPU" if measurement.indices == "cpu" else "GPU"
+        title = f"{measurement.direction}: {measurement.layout}, indices on the {place}"
         groups.setdefault(title, []).append(measurement)
     for title, group in groups.items():
         names = list(dict.fromkeys(name for measurement in group for name in measurement.seconds))
         rows = tuple(
             (
-                f"{format_size(m.situation.bytes_per_layer)} in runs of {format_size(m.situation.run_bytes)}",
+                f"{format_size(m.bytes_per_layer)} in runs of {format_size(m.run_bytes)}",
                 *(number(m.seconds[name] * 1e6) if name in m.seconds else "-" for name in names),
             )
             for m in group
@@ -141,7 +140,7 @@ def _measure_pool(layout: str, io_backend: str, heads: int, page_size: int) -> I
                             seconds[name] = _timed(partial(_by_engine, engine, stack, direction, host, device), stream)
                         except CopyError:
                             continue
-                yield Measurement(Situation.of(operation), {name: value / _LAYERS for name, value in seconds.items()})
+                yield Situation.of(operation).took({name: value / _LAYERS for name, value in seconds.items()})
     finally:
         pool.destroy()
 

@@ -7,25 +7,24 @@ indices are, and size. An engine is chosen only where SGLang's own path was meas
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
-from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 
 from hicache_ext.errors import CalibrationError
 from hicache_ext.kernels.engine import SGLANG, Direction, Operation
-from hicache_ext.runtime.whole_file import json_in, write_whole
+from hicache_ext.runtime.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
 MARGIN = 1.05
 """How many times as fast as the baseline an engine must be: what is closer than that is noise."""
 
@@ -37,10 +36,10 @@ class Situation:
     direction: Direction
     layout: str
     """The host layout; "" outside of SGLang."""
-    indices_on_cpu: bool
     run_bytes: int
     """Bytes of a run, as far as the geometry says: pages that happen to be neighbours make longer ones."""
     bytes_per_layer: int
+    indices: Literal["cpu", "device"]
 
     @classmethod
     def of(cls, operation: Operation) -> Situation:
@@ -49,25 +48,27 @@ class Situation:
         return cls(
             operation.direction,
             stack.layout,
-            operation.indices_on_cpu,
             stack.run_bytes,
             operation.tokens * stack.shape.row_bytes * max(copies, 1),
+            "cpu" if operation.indices_on_cpu else "device",
         )
+
+    def took(self, seconds: dict[str, float]) -> Measurement:
+        return Measurement(self.direction, self.layout, self.run_bytes, self.bytes_per_layer, self.indices, seconds)
 
     def distance(self, other: Situation) -> float:
         """Between sizes, in doublings; infinite where anything else differs."""
-        if (self.direction, self.layout, self.indices_on_cpu) != (other.direction, other.layout, other.indices_on_cpu):
+        if (self.direction, self.layout, self.indices) != (other.direction, other.layout, other.indices):
             return math.inf
         sizes = (self.run_bytes, other.run_bytes), (self.bytes_per_layer, other.bytes_per_layer)
         return sum(abs(math.log2(max(mine, 1) / max(theirs, 1))) for mine, theirs in sizes)
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(Situation):
     """Seconds per layer, submission included, by engine."""
 
-    situation: Situation
-    seconds: Mapping[str, float]
+    seconds: Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class Calibration:
     driver: str
     date: str
     measurements: tuple[Measurement, ...]
+    version: Literal[1] = 1
+    """Of the file's format."""
 
     def fastest(self, situation: Situation, engines: Container[str]) -> str | None:
         """That of ``engines`` that is clearly faster than SGLang's own path where the sizes are nearest, ``SGLANG`` if
@@ -85,15 +88,11 @@ class Calibration:
 
         None if nothing like ``situation`` was measured together with SGLang's own path.
         """
-        near = [
-            (measurement.situation.distance(situation), index)
-            for index, measurement in enumerate(self.measurements)
-            if SGLANG in measurement.seconds
-        ]
-        distance, index = min(near, default=(math.inf, 0))
-        if math.isinf(distance):
+        measured = [one for one in self.measurements if SGLANG in one.seconds]
+        nearest = min(measured, key=situation.distance, default=None)
+        if nearest is None or math.isinf(situation.distance(nearest)):
             return None
-        seconds = self.measurements[index].seconds
+        seconds = nearest.seconds
         engine = min((name for name in seconds if name == SGLANG or name in engines), key=lambda name: seconds[name])
         return engine if seconds[engine] * MARGIN <= seconds[SGLANG] else SGLANG
 
@@ -110,19 +109,19 @@ def calibration_file(gpu: str) -> Path:
     return cache / "hicache_ext" / "kernels" / f"{slug}.json"
 
 
+_FILE = TypeAdapter(Calibration)
+
+
 def read_calibration(path: Path) -> Calibration:
     """Raises :class:`CalibrationError` with one sentence if the file is missing or is not a calibration."""
     try:
-        document = json_in(path.read_bytes())
-        version = document["version"]
-        if version != FORMAT_VERSION:
-            raise CalibrationError(f"{path} has calibration format {version}; this version reads {FORMAT_VERSION}")
-        measurements = tuple(_measurement(entry) for entry in document["measurements"])
-        return Calibration(str(document["gpu"]), str(document["driver"]), str(document["date"]), measurements)
+        return _FILE.validate_json(path.read_bytes())
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
-    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CalibrationError(f"{path} is not a calibration: {type(error).__name__}: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CalibrationError(f"{path} is not a calibration: {where} {first['msg']}") from error
 
 
 def calibration_of_machine() -> Calibration | None:
@@ -138,34 +137,4 @@ def calibration_of_machine() -> Calibration | None:
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Whole or not at all: other processes may read it at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {
-        "version": FORMAT_VERSION,
-        "gpu": calibration.gpu,
-        "driver": calibration.driver,
-        "date": calibration.date,
-        "measurements": [_entry(measurement) for measurement in calibration.measurements],
-    }
-    write_whole(path, json.dumps(document, indent=1) + "\n")
-
-
-def _entry(measurement: Measurement) -> dict[str, Any]:
-    facts = asdict(measurement.situation)
-    indices = "cpu" if facts.pop("indices_on_cpu") else "device"
-    return {**facts, "indices": indices, "seconds": dict(measurement.seconds)}
-
-
-def _measurement(entry: Mapping[str, Any]) -> Measurement:
-    indices = {"cpu": True, "device": False}[entry["indices"]]
-    seconds = {str(name): float(value) for name, value in entry["seconds"].items()}
-    if not seconds or not all(math.isfinite(value) and value > 0 for value in seconds.values()):
-        raise ValueError("seconds must be positive numbers")
-    return Measurement(
-        Situation(
-            Direction(entry["direction"]),
-            str(entry["layout"]),
-            indices,
-            int(entry["run_bytes"]),
-            int(entry["bytes_per_layer"]),
-        ),
-        seconds,
-    )
+    write_whole(path, _FILE.dump_json(calibration, indent=1).decode() + "\n")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from hicache_ext.kernels.geometry import CopyPlan, LayerCopy, LayerStack, Rows, make_plan
+from hicache_ext.kernels.geometry import CopyPlan, CopyShape, LayerStack, Rows, make_plan
 
 SGLANG = "sglang"
 """The name of SGLang's own path, which is no engine of ours."""
@@ -100,31 +100,33 @@ class ReferenceEngine:
         host, device = operation.host_indices, operation.device_indices
 
         def submit(first: int, last: int) -> None:
-            for copy in operation.stack.copies[first:last]:
-                if operation.direction is Direction.LOAD:
-                    _copy_rows(copy, copy.host, host, copy.device, device)
-                else:
-                    _copy_rows(copy, copy.device, device, copy.host, host)
+            for host_rows, device_rows in operation.stack.copies[first:last]:
+                sides = (host_rows, host), (device_rows, device)
+                source, target = sides if operation.direction is Direction.LOAD else reversed(sides)
+                _copy_rows(operation.stack.shape, *source, *target)
 
         return submit
 
 
 def _copy_rows(
-    copy: LayerCopy, source: Rows, source_indices: torch.Tensor, target: Rows, target_indices: torch.Tensor
+    shape: CopyShape, source: Rows, source_indices: torch.Tensor, target: Rows, target_indices: torch.Tensor
 ) -> None:
     if source_indices.numel() == 0:
         return
-    width, dtype = _widest_word(copy)
-    source_view, source_place = _view(source, copy, width, dtype, source_indices)
-    target_view, target_place = _view(target, copy, width, dtype, target_indices)
+    numbers = [shape.segment_bytes]
+    for rows in (source, target):
+        numbers += [rows.base - rows.storage.data_ptr(), *rows.strides]
+    word = next((width, dtype) for width, dtype in _WORDS if all(number % width == 0 for number in numbers))
+    source_view, source_place = _view(source, shape, *word, source_indices)
+    target_view, target_place = _view(target, shape, *word, target_indices)
     target_view[target_place] = source_view[source_place].to(target_view.device)
 
 
 def _view(
-    rows: Rows, copy: LayerCopy, width: int, dtype: torch.dtype, indices: torch.Tensor
+    rows: Rows, of_all: CopyShape, width: int, dtype: torch.dtype, indices: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """A view of the rows with the token axes in front, and the index that selects ``indices`` on those axes."""
-    page_size = copy.page_size
+    page_size = of_all.page_size
     indices = indices.to(rows.storage.device)
     if rows.strides.page == page_size * rows.strides.token:
         shape: tuple[int, ...] = (rows.token_count,)
@@ -134,7 +136,7 @@ def _view(
         shape = (rows.token_count // page_size, page_size)
         strides = (rows.strides.page, rows.strides.token)
         place = (indices // page_size, indices % page_size)
-    shape += (copy.segments, copy.segment_bytes)
+    shape += (of_all.segments, of_all.segment_bytes)
     strides += (rows.strides.segment, 1)
     words = torch.empty(0, dtype=dtype, device=rows.storage.device)
     words.set_(
@@ -144,10 +146,3 @@ def _view(
         (*(stride // width for stride in strides[:-1]), 1),
     )
     return words, place
-
-
-def _widest_word(copy: LayerCopy) -> tuple[int, torch.dtype]:
-    numbers = [copy.segment_bytes]
-    for rows in (copy.host, copy.device):
-        numbers += [rows.base - rows.storage.data_ptr(), *rows.strides]
-    return next((width, dtype) for width, dtype in _WORDS if all(number % width == 0 for number in numbers))

@@ -54,19 +54,13 @@ class Rows:
         return self.base + page * self.strides.page + slot * self.strides.token + segment * self.strides.segment
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCopy:
-    """One component of one layer, both sides: row ``i`` is ``segments`` runs of ``segment_bytes``."""
-
-    host: Rows
-    device: Rows
-    page_size: int
-    segments: int
-    segment_bytes: int
+LayerCopy = tuple[Rows, Rows]
+"""One component of one layer: on the host, and on the device."""
 
 
 class CopyShape(NamedTuple):
-    """What the copies of all layers of an operation have in common: everything but where they begin."""
+    """What the copies of all layers of an operation have in common: everything but where they begin. A row is
+    ``segments`` runs of ``segment_bytes``."""
 
     page_size: int
     segments: int
@@ -108,20 +102,25 @@ class LayerStack:
 
     @classmethod
     def of(
-        cls, layers: Sequence[Sequence[LayerCopy]], *, layout: str = "", registrations: Sequence[Registration] = ()
+        cls,
+        layers: Sequence[Sequence[LayerCopy]],
+        *,
+        page_size: int,
+        segments: int,
+        segment_bytes: int,
+        layout: str = "",
+        registrations: Sequence[Registration] = (),
     ) -> LayerStack:
         """The stack of ``layers``. Raises ``ValueError`` if they do not share one shape, or if there are none."""
         copies = tuple(copy for layer in layers for copy in layer)
         shapes = {
-            CopyShape(copy.page_size, copy.segments, copy.segment_bytes, copy.host.strides, copy.device.strides)
-            for copy in copies
+            CopyShape(page_size, segments, segment_bytes, host.strides, device.strides) for host, device in copies
         }
         if len(shapes) != 1:
             raise ValueError(f"a stack needs layers of one shape; got {len(shapes)}: {sorted(shapes)}")
         shape = shapes.pop()
         ends = np.cumsum([0, *(len(layer) for layer in layers)]).tolist()
-        host_bases = np.array([copy.host.base for copy in copies], dtype=np.int64)
-        device_bases = np.array([copy.device.base for copy in copies], dtype=np.int64)
+        host_bases, device_bases = np.array([(host.base, device.base) for host, device in copies], dtype=np.int64).T
         numbers = [16, shape.segment_bytes, *shape.host, *shape.device, *host_bases.tolist(), *device_bases.tolist()]
         return cls(
             copies=copies,
@@ -132,12 +131,12 @@ class LayerStack:
             host_bases=host_bases,
             device_bases=device_bases,
             alignment=math.gcd(*numbers),
-            is_registered=_all_covered(copies, _merged(sorted(registrations))),
+            is_registered=_all_covered([host for host, _ in copies], shape, _merged(sorted(registrations))),
         )
 
     @property
     def device(self) -> torch.device:
-        return self.copies[0].device.storage.device
+        return self.copies[0][1].storage.device
 
     @property
     def run_bytes(self) -> int:
@@ -149,11 +148,10 @@ class LayerStack:
         return shape.segment_bytes
 
 
-def _all_covered(copies: Sequence[LayerCopy], covered: Sequence[tuple[int, int]]) -> bool:
-    for copy in copies:
-        rows = copy.host
-        last = rows.address(max(rows.token_count - 1, 0), copy.segments - 1, copy.page_size)
-        if not any(start <= rows.base and last + copy.segment_bytes <= end for start, end in covered):
+def _all_covered(hosts: Sequence[Rows], shape: CopyShape, covered: Sequence[tuple[int, int]]) -> bool:
+    for rows in hosts:
+        last = rows.address(max(rows.token_count - 1, 0), shape.segments - 1, shape.page_size)
+        if not any(start <= rows.base and last + shape.segment_bytes <= end for start, end in covered):
             return False
     return True
 
@@ -218,24 +216,17 @@ def host_rows(
     Raises ``ValueError`` for a layout that is not in :data:`HOST_LAYOUTS`.
     """
     row = segments * segment_bytes
-    segment_stride = segment_bytes
-    if layout == "layer_first":
-        offset, token_stride, page_stride = layer * token_count * row, row, page_size * row
-    elif layout == "page_first":
-        offset, token_stride, page_stride = layer * row, layer_num * row, page_size * layer_num * row
-    elif layout == "page_first_direct":
-        offset, token_stride, page_stride = layer * page_size * row, row, page_size * layer_num * row
-    elif layout == "page_head":
-        offset, token_stride = layer * segment_bytes, layer_num * segment_bytes
-        page_stride, segment_stride = page_size * layer_num * row, page_size * layer_num * segment_bytes
-    else:
+    page = page_size * layer_num * row
+    layouts = {
+        "layer_first": (layer * token_count * row, Strides(page_size * row, row, segment_bytes)),
+        "page_first": (layer * row, Strides(page, layer_num * row, segment_bytes)),
+        "page_first_direct": (layer * page_size * row, Strides(page, row, segment_bytes)),
+        "page_head": (layer * segment_bytes, Strides(page, layer_num * segment_bytes, page // segments)),
+    }
+    if layout not in layouts:
         raise ValueError(f"no address formula for host layout {layout!r}; known: {', '.join(HOST_LAYOUTS)}")
-    return Rows(
-        storage=buffer.untyped_storage(),
-        base=buffer.data_ptr() + offset,
-        token_count=token_count,
-        strides=Strides(page_stride, token_stride, segment_stride),
-    )
+    offset, strides = layouts[layout]
+    return Rows(buffer.untyped_storage(), buffer.data_ptr() + offset, token_count, strides)
 
 
 # -- the plan of one operation -----------------------------------------------------------------------------------------
@@ -273,11 +264,21 @@ def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) 
         nothing = np.empty(0, dtype=np.int64)
         return CopyPlan(nothing, nothing, nothing)
     shape = _with_joined_segments(shape)
-    pages = _whole_pages(shape.page_size, host_indices, device_indices)
-    if pages is not None:
-        host, device, size = _page_runs(shape, *pages)
-    else:
-        host, device, size = _token_runs(shape, host_indices, device_indices)
+    whole = _are_whole_pages(shape.page_size, host_indices) and _are_whole_pages(shape.page_size, device_indices)
+    tokens = shape.page_size if whole else 1
+    host = _offsets(host_indices[::tokens], shape.page_size, shape.host)
+    device = _offsets(device_indices[::tokens], shape.page_size, shape.device)
+    if not (host[1:] > host[:-1]).all():
+        order = np.argsort(host, kind="stable")
+        host, device = host[order], device[order]
+    size = shape.segment_bytes
+    if shape.segments == 1 and shape.host.token == shape.device.token == size:
+        return _joined(host, device, tokens * size)
+    if tokens * shape.segments > 1:
+        host, device = (
+            _every_segment(host, shape, shape.host, tokens),
+            _every_segment(device, shape, shape.device, tokens),
+        )
     return _joined(host, device, size)
 
 
@@ -312,60 +313,28 @@ def _with_joined_segments(shape: CopyShape) -> CopyShape:
     )
 
 
-def _whole_pages(page_size: int, host: Offsets, device: Offsets) -> tuple[Offsets, Offsets] | None:
-    """The page numbers on both sides if the tokens are whole pages in order, else None."""
-    if len(host) % page_size:
-        return None
-    if page_size == 1:
-        return host, device
-    numbers = []
-    within = np.arange(page_size)
-    for indices in (host, device):
-        rows = indices.reshape(-1, page_size)
-        first = rows[:, 0]
-        if (first % page_size).any() or (rows != first[:, None] + within).any():
-            return None
-        numbers.append(first // page_size)
-    return numbers[0], numbers[1]
+def _are_whole_pages(page_size: int, indices: Offsets) -> bool:
+    """Whether the tokens are whole pages in order."""
+    if len(indices) % page_size:
+        return False
+    rows = indices.reshape(-1, page_size)
+    first = rows[:, :1]
+    return page_size == 1 or not ((first % page_size).any() or (rows != first + np.arange(page_size)).any())
 
 
-def _page_runs(shape: CopyShape, host_pages: Offsets, device_pages: Offsets) -> tuple[Offsets, Offsets, int]:
-    host, device = _in_host_order(host_pages * shape.host.page, device_pages * shape.device.page)
-    if shape.segments == 1 and shape.host.token == shape.device.token == shape.segment_bytes:
-        return host, device, shape.page_size * shape.segment_bytes
-    sides = []
-    for offsets, strides in ((host, shape.host), (device, shape.device)):
-        within = (
-            np.arange(shape.page_size)[:, None] * strides.token + np.arange(shape.segments) * strides.segment
-        ).ravel()
-        sides.append((offsets[:, None] + within).ravel())
-    return sides[0], sides[1], shape.segment_bytes
-
-
-def _token_runs(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) -> tuple[Offsets, Offsets, int]:
-    host, device = _in_host_order(
-        _offsets(host_indices, shape, shape.host), _offsets(device_indices, shape, shape.device)
-    )
-    if shape.segments > 1:
-        segments = np.arange(shape.segments)
-        host = (host[:, None] + segments * shape.host.segment).ravel()
-        device = (device[:, None] + segments * shape.device.segment).ravel()
-    return host, device, shape.segment_bytes
-
-
-def _offsets(indices: Offsets, shape: CopyShape, strides: Strides) -> Offsets:
-    if strides.page == shape.page_size * strides.token:
+def _offsets(indices: Offsets, page_size: int, strides: Strides) -> Offsets:
+    if strides.page == page_size * strides.token:
         linear: Offsets = indices * strides.token
         return linear
-    pages: Offsets = indices // shape.page_size
-    return pages * strides.page + (indices - pages * shape.page_size) * strides.token
+    pages: Offsets = indices // page_size
+    return pages * strides.page + (indices - pages * page_size) * strides.token
 
 
-def _in_host_order(host: Offsets, device: Offsets) -> tuple[Offsets, Offsets]:
-    if len(host) < 2 or (host[1:] > host[:-1]).all():
-        return host, device
-    order = np.argsort(host, kind="stable")
-    return host[order], device[order]
+def _every_segment(offsets: Offsets, shape: CopyShape, strides: Strides, tokens: int) -> Offsets:
+    """Where each segment begins of so many tokens from each offset on."""
+    within = np.arange(tokens)[:, None] * strides.token + np.arange(shape.segments) * strides.segment
+    every: Offsets = (offsets[:, None] + within.ravel()).ravel()
+    return every
 
 
 def _joined(host: Offsets, device: Offsets, size: int) -> CopyPlan:

@@ -7,6 +7,7 @@ found one clearly faster; and always SGLang's own path for what an engine refuse
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.engine import SGLANG, CopyEngine, Operation, ReferenceEngine, Submit
+from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 
 if TYPE_CHECKING:
@@ -22,15 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_FAILURES = 3
-"""After so many an engine is not asked again in this process."""
-
 kernel_metrics = TierMetrics("kernels", prefix="copy_")
 """Operations of this process, keyed ("load", "triton: calibrated"): direction, then engine and why that engine."""
-
-
-Choice = tuple[CopyEngine | None, str]
-"""An engine, or None for the caller's own path, and the reason, a metric label."""
 
 
 class Selector:
@@ -52,44 +47,36 @@ class Selector:
         self._calibration = calibration
         self._metrics = metrics
         self._made: dict[str, CopyEngine | None] = {}
-        self._failures: dict[str, int] = {}
-        self._logged: set[tuple[str, str]] = set()
+        self._log = LimitedLog(logger, math.inf)
 
-    def choose(self, operation: Operation) -> Choice:
-        """The engine for ``operation``, which will be submitted in the current stream."""
-        engine, reason = self._choice(operation)
+    def choose(self, operation: Operation) -> CopyEngine | None:
+        """The engine for ``operation``, which will be submitted in the current stream; None for the caller's own
+        path."""
+        name, reason = self._wanted(operation)
+        engine = None
+        if name != SGLANG:
+            engine = self._made_engine(name)
+            refusal = "unavailable" if engine is None else engine.refusal(operation)
+            if refusal is not None:
+                engine, reason = None, refusal
         self.count(operation.direction, engine, reason)
-        return engine, reason
+        return engine
 
     def failed(self, operation: Operation, engine: CopyEngine, error: CopyError) -> None:
-        """Leave the operation to SGLang's own path after ``engine`` failed. One that keeps failing is given up."""
-        failures = self._failures[engine.name] = self._failures.get(engine.name, 0) + 1
-        if failures == _MOST_FAILURES:
-            self._made[engine.name] = None
-        logger.warning(
-            "copy engine %s failed (%d of %d before it is given up): %s", engine.name, failures, _MOST_FAILURES, error
-        )
+        """Leave the operation to SGLang's own path after ``engine`` failed, which is not asked again."""
+        self._made[engine.name] = None
+        logger.warning("copy engine %s failed and is given up: %s", engine.name, error)
         self.count(operation.direction, None, "failed")
 
     def count(self, direction: str, engine: CopyEngine | None, reason: str) -> None:
         """Count one operation; the first of its kind is logged."""
         name = engine.name if engine else SGLANG
-        self._metrics.add(str(direction), f"{name}: {reason}")
-        if (name, reason) not in self._logged:
-            self._logged.add((name, reason))
-            logger.info("copies between host and device: %s (%s)", name, reason)
-
-    def _choice(self, operation: Operation) -> Choice:
-        wanted, reason = self._wanted(operation)
-        if wanted == SGLANG:
-            return None, reason
-        engine = self._made_engine(wanted)
-        if engine is None:
-            return None, "unavailable"
-        refusal = engine.refusal(operation)
-        return (None, refusal) if refusal else (engine, reason)
+        kind = f"{name}: {reason}"
+        self._metrics.add(str(direction), kind)
+        self._log.log(logging.INFO, kind, "copies between host and device: %s (%s)", name, reason)
 
     def _wanted(self, operation: Operation) -> tuple[str, str]:
+        """The name of an engine, and why that one, as a metric label."""
         if self._engine != "auto":
             return self._engine, "configured"
         if operation.stack.device.type == "cpu":
@@ -147,7 +134,7 @@ class Submission:
     def __init__(self, operation: Operation, selector: Selector) -> None:
         self._operation = operation
         self._selector = selector
-        self._engine, _ = selector.choose(operation)
+        self._engine = selector.choose(operation)
         self._copy: Submit | None = None
         self.submitted: set[int] = set()
         """Layers."""

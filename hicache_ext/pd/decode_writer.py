@@ -206,7 +206,14 @@ class PoolWriter:
                 for name in self._pools_on[source]:
                     some = range(first, min(first + _PAGES_PER_WRITE, len(keys)))
                     pages = [page for page in some if outcomes[job_of[page]] is Outcome.WRITTEN]
-                    results = self._write_pages(name, [keys[page] for page in pages], host_indices[pages])
+                    if not pages:
+                        continue
+                    results = self._pool.store_pages(
+                        [keys[page] for page in pages], host_indices[pages].flatten(), name
+                    )
+                    self._metrics.add("write", "calls")
+                    ends = Counter("present" if result is SetResult.EXISTS else result.value for result in results)
+                    self._metrics.add_many("page", ends)
                     for page, result in zip(pages, results, strict=True):
                         if not result.durable:
                             ended = Outcome.REFUSED if result is SetResult.REFUSED else Outcome.FAILED
@@ -231,35 +238,18 @@ class PoolWriter:
             owners.follow(None, chain.hashes(0, pieces[-1].end_page))
         return Outcome.WRITTEN
 
-    def _write_pages(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
-        """Write the pages that the pool lacks."""
-        results = [SetResult.EXISTS] * len(keys)
-        absent = [page for page, known in enumerate(self._pool.stored(keys, name)) if not known]
-        self._metrics.add("page", "present", len(keys) - len(absent))
-        if absent:
-            stored = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten(), name)
-            self._metrics.add("write", "calls")
-            ends = Counter("present" if result is SetResult.EXISTS else result.value for result in stored)
-            self._metrics.add_many("page", ends)
-            for page, result in zip(absent, stored, strict=True):
-                results[page] = result
-        return results
-
 
 # -- the writer --------------------------------------------------------------------------------------------------------
 
 _PAGES_PER_WRITE = 128
 _COPIES_PER_STEP = 8
 """Copies of running requests started by one step: a batch that reaches its stride together is spread over steps."""
-_LOG_INTERVAL = 60.0
-_LEVEL_INTERVAL = 1.0
 _RETRIES = 3
 _FIRST_BACKOFF_MS = 250
 _RETRY_WITHIN_MS = 30_000
 """No write is tried again later than this after its first failure: it keeps host memory."""
 _PAGES_IN_FLIGHT = 2 * _PAGES_PER_WRITE
 """Pages handed to the storage thread; the others wait where they can be dropped, and overtaken by what has finished."""
-_HINTS_TIMEOUT = 2.0
 
 Minimum = Callable[[list[int]], list[int]]
 """Of each number the smallest of all ranks."""
@@ -301,9 +291,6 @@ class DecodeWriter:
         self._pages_in_flight = 0
         self._started = time.monotonic()
         self._now = 0
-        self._last_log = self._started
-        self._last_levels = self._started - _LEVEL_INTERVAL
-        self._last_logged: dict[str, Any] = {}
 
     @property
     def idle(self) -> bool:
@@ -443,7 +430,6 @@ class DecodeWriter:
         self._copies_ended(copied, refused)
         if self._waiting:
             self._hand_out()
-        self._log_sometimes()
 
     def finish_copies(self) -> None:
         """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
@@ -550,8 +536,6 @@ class DecodeWriter:
 
     def stop(self, timeout: float) -> bool:
         """End the storage thread. True: it ended, and host memory may be freed."""
-        if self._hints is not None:
-            self._hints.close(_HINTS_TIMEOUT)
         return self._writer.stop(timeout)
 
     # -- host memory -----------------------------------------------------------------------------------------------
@@ -592,32 +576,17 @@ class DecodeWriter:
 
     # -- reporting -------------------------------------------------------------------------------------------------
 
-    def _log_sometimes(self) -> None:
-        now = time.monotonic()
-        if now - self._last_levels >= _LEVEL_INTERVAL:
-            self._last_levels = now
-            for name, value in self._levels().items():
-                self.metrics.set_level(name, "", value)
-        if now - self._last_log < _LOG_INTERVAL:
-            return
-        self._last_log = now
-        self.log_summary()
+    def set_levels(self) -> None:
+        """How full it is at the moment of asking [exporter]."""
+        waiting = sum(_pages(list(one.waiting)) for one in list(self._waiting))
+        self.metrics.set_level("waiting_pages", "", waiting + self._pages_in_flight)
+        self.metrics.set_level("host_used_tokens", "", self._offload.pools.used_tokens())
 
     def log_summary(self) -> None:
-        """One line with all counters, if any has changed since the last one."""
-        counts = sorted(self.metrics.snapshot().items())
-        counters: dict[str, Any] = {".".join(filter(None, key)): amount for key, amount in counts if amount}
-        waiting, used = self._levels().values()
-        counters |= {"waiting.pages": waiting, "host.used_tokens": used}
-        if counters != self._last_logged:
-            self._last_logged = counters
-            logger.info("hicache_ext: decode writer: %s", counters)
-
-    def _levels(self) -> dict[str, int]:
-        return {
-            "waiting_pages": sum(_pages(one.waiting) for one in self._waiting) + self._pages_in_flight,
-            "host_used_tokens": self._offload.pools.used_tokens(),
-        }
+        """One line with all counters, at the end."""
+        self.set_levels()
+        counters = sorted({**self.metrics.snapshot(), **self.metrics.levels()}.items())
+        logger.info("hicache_ext: decode writer: %s", {".".join(filter(None, key)): amount for key, amount in counters})
 
 
 def _tokens_between(prompt: Sequence[int], output: Sequence[int], wanted: slice) -> Sequence[int]:

@@ -14,13 +14,11 @@ from hicache_ext.config import HicacheExtConfig
 from hicache_ext.config.model import EventsConfig, hints_over
 from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang.launch_arguments import unicode_text
 from hicache_ext.sglang.served_pools import KV, ServedPools
 from hicache_ext.sglang.used_names import EVENTS, check_installed, features_off
 from hicache_ext.storage.contract.abilities import HintBoard, board_among
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
-from hicache_ext.storage.serving.hints import HintReceiver, HintSender
 from hicache_ext.storage.tiering.observers import begin_recording
 from hicache_ext.storage.tiering.recording import Recorder
 from hicache_ext.storage.tiering.reload import ReloadableStore
@@ -35,14 +33,6 @@ _MEMORY = 32 * 1024 * 1024
 """Bytes of pages that are on their way at once because of a hint."""
 _MOST_KEYS = 2048
 """Keys looked up at once."""
-_INTERVAL = 0.5
-"""Seconds between two looks of a prefill node for hints."""
-
-
-def hint_receiver(config: HicacheExtConfig, pools: ServedPools, store: ReloadableStore) -> HintReceiver:
-    """What follows hints on a prefill node, on a thread of its own, until ``close``."""
-    board = _board(config, config.retrieve_locations, store)
-    return HintReceiver(board, lambda hashes: bring_inward(pools, store, hashes), lambda: _scope(pools), _INTERVAL)
 
 
 def bring_inward(pools: ServedPools, store: ReloadableStore, page_hashes: Sequence[bytes]) -> Counter[str]:
@@ -62,24 +52,13 @@ def bring_inward(pools: ServedPools, store: ReloadableStore, page_hashes: Sequen
     return outcomes
 
 
-def hint_sender(
-    config: HicacheExtConfig,
-    pools: ServedPools,
-    store: ReloadableStore,
-    metrics: TierMetrics,
-    in_pool: Callable[[Sequence[str]], int],
-) -> HintSender:
-    """What announces on a decode node. One rank speaks for all [pd, scheduler]."""
-    board = _board(config, config.store_locations, store)
-    return HintSender(board, lambda: _scope(pools) or b"", metrics, in_pool)
-
-
-def _board(config: HicacheExtConfig, locations: Sequence[str], store: ReloadableStore) -> Callable[[], HintBoard]:
+def hint_board(config: HicacheExtConfig, locations: Sequence[str], store: ReloadableStore) -> Callable[[], HintBoard]:
+    """What finds the board of the tier over which hints go."""
     over = hints_over(config.pd.hints, locations) or ""
     return lambda: board_among(store.tiers, over)
 
 
-def _scope(pools: ServedPools) -> bytes | None:
+def hint_scope(pools: ServedPools) -> bytes | None:
     """Equal on nodes whose pages are of the same weights and size; None before pools and weights are known."""
     pool = pools.usable(KV)
     if pool is None or not pool.identities:

@@ -27,7 +27,6 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import BACKEND_NAME, WriteConfig
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.sglang import process
 from hicache_ext.sglang.launch_arguments import configuration_given_as
 from hicache_ext.sglang.process import attached_backends
@@ -409,8 +408,7 @@ def _our_manager(
         if getattr(backend, "mem_pool_host", None) is pools.controller.storage_host_pool
     )
     backend.fed_by_decode_writer = True
-    metrics = TierMetrics("pd_write", prefix="pd_write_")
-    backend.export_also(metrics)
+    metrics = backend.pd_metrics
 
     def minimum(numbers: list[int]) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
@@ -430,8 +428,9 @@ def _our_manager(
         PoolWriter(backend, metrics, {on: [*filter(written_here, names)] for on, names in pools.pools_on.items()}),
         metrics,
         minimum=minimum if torch.distributed.get_world_size(group=tp_group) > 1 else list,
-        hints=backend.hint_sender(metrics),
+        hints=backend.hint_sender,
     )
+    backend.export_also(metrics, manager.writer.set_levels)
     logger.info("hicache_ext: decode writer in force: %s", config)
     return manager
 

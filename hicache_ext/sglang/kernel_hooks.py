@@ -29,7 +29,7 @@ import torch
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
-from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows
+from hicache_ext.kernels.geometry import LayerStack, device_rows, host_rows
 from hicache_ext.kernels.selection import Selector, Submission, make_selector
 from hicache_ext.sglang import releases
 
@@ -163,10 +163,33 @@ class _Binding:
     def __init__(self, pool: Any) -> None:
         # Without layers of other ranks, a layer has the same number on both sides.
         _, host_layers, buffer_numbers = releases.mla_layers(pool)
-        layers = [_layer_copies(pool, host_layers[layer_id], buffer_numbers[layer_id]) for layer_id in host_layers]
+        # K and V, or the latent: all layers on the host, and their buffers on the device.
+        if _dotted_name(type(pool)) == MLA:
+            sides, segments, segment_bytes = [(pool.kv_buffer, "kv")], 1, pool.token_stride_size
+        else:
+            sides = [(pool.k_buffer, "k"), (pool.v_buffer, "v")]
+            segments, segment_bytes = pool.head_num, pool.head_dim * pool.dtype.itemsize
+        shape = {"page_size": pool.page_size, "segments": segments, "segment_bytes": segment_bytes}
+        in_layout = {**shape, "layout": pool.layout, "layer_num": pool.layer_num, "token_count": pool.size}
+        stride = releases.device_row_stride(pool)
+        layers = [
+            [
+                (
+                    host_rows(buffer, layer=host_layer, **in_layout),
+                    device_rows(
+                        releases.device_buffers(pool, name)[buffer_numbers[layer_id]],
+                        page_size=pool.page_size,
+                        row_stride=stride,
+                        segment_bytes=segment_bytes,
+                    ),
+                )
+                for buffer, name in sides
+            ]
+            for layer_id, host_layer in host_layers.items()
+        ]
         # The host memory that is page-locked, in the pieces in which it was registered.
         registrations = tuple(getattr(pool.kv_buffer, _REGISTERED_RANGES, ())) if pool.pin_memory else ()
-        self.stack = LayerStack.of(layers, layout=pool.layout, registrations=registrations)
+        self.stack = LayerStack.of(layers, **shape, layout=pool.layout, registrations=registrations)
         self._layer_of = {layer_id: layer for layer, layer_id in enumerate(host_layers)}
         self._buffers = _buffers(pool)
         self._loads: list[tuple[torch.Tensor, torch.Tensor, Submission]] = []
@@ -234,35 +257,6 @@ def _bound(pool: Any) -> _Binding:
 def _buffers(pool: Any) -> list[Any]:
     names = ("kv",) if _dotted_name(type(pool)) == MLA else ("k", "v")
     return [pool.kv_buffer, *[buffer for name in names for buffer in releases.device_buffers(pool, name)]]
-
-
-def _layer_copies(pool: Any, host_layer: int, buffer_number: int) -> list[LayerCopy]:
-    """Of K and V, or of the latent: a layer on the host, and its buffer on the device."""
-    if _dotted_name(type(pool)) == MLA:
-        sides, row = [(pool.kv_buffer, "kv")], (1, pool.token_stride_size)
-    else:
-        sides, row = [(pool.k_buffer, "k"), (pool.v_buffer, "v")], (pool.head_num, pool.head_dim * pool.dtype.itemsize)
-    segments, segment_bytes = row
-    copies = []
-    for buffer, name in sides:
-        host = host_rows(
-            buffer,
-            layout=pool.layout,
-            layer=host_layer,
-            layer_num=pool.layer_num,
-            page_size=pool.page_size,
-            token_count=pool.size,
-            segments=segments,
-            segment_bytes=segment_bytes,
-        )
-        device = device_rows(
-            releases.device_buffers(pool, name)[buffer_number],
-            page_size=pool.page_size,
-            row_stride=releases.device_row_stride(pool),
-            segment_bytes=segment_bytes,
-        )
-        copies.append(LayerCopy(host, device, pool.page_size, segments, segment_bytes))
-    return copies
 
 
 def _local_rows(pool: Any, indices: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,6 @@ from hicache_ext.sglang.used_names import (
     STORAGE,
     Feature,
     check_installed,
-    ignored_parameters,
     lacking,
 )
 from hicache_ext.storage.contract import tenants
@@ -68,6 +67,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNHURRIED = nullcontext()
+_HINTS_INTERVAL = 0.5
+"""Seconds between two looks of a prefill node for hints."""
 _HINTS_AWAITED = 1.0
 """Seconds that close() waits for a hint that is being followed."""
 _LONGEST_LOAD = 20.0
@@ -106,7 +107,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
         self._reports = TierReports()
-        self._also_counted: list[tuple[TierMetrics, Callable[[], None]]] = []
+        self._also_counted: dict[TierMetrics, Callable[[], None]] = {}
         self._log = LimitedLog(logger, 1.0)
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
@@ -117,6 +118,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._config_file: ConfigFile | None = None
         self._pull_rule: PullRule | None = None
         self._kv_hints: KvHints | None = None
+        self.hint_sender: HintSender | None = None
+        """Where hints are on, in the process that speaks for its replica."""
+        self.pd_metrics = TierMetrics("pd_write", prefix="pd_write_")
+        """Of a decode node's writer, and of hints that are sent."""
         self._spans = observers.begin_tracing(self._config.tracing)
         with ExitStack() as closing:
             closing.callback(lambda: observers.end(self._spans))
@@ -205,9 +210,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._pull_rule = PullRule(config.pd.pull, prefill_cost())
             self.export_also(self._pull_rule.metrics)
         if config.pd.hints.enabled and config.role == "prefill":
-            from hicache_ext.sglang.announcements import hint_receiver
+            from hicache_ext.sglang.announcements import bring_inward, hint_board, hint_scope
+            from hicache_ext.storage.serving.hints import HintReceiver
 
-            hints = hint_receiver(config, self.served, self._store)
+            board = hint_board(config, config.retrieve_locations, self._store)
+            hints = HintReceiver(
+                board,
+                lambda hashes: bring_inward(self.served, self._store, hashes),
+                lambda: hint_scope(self.served),
+                _HINTS_INTERVAL,
+            )
             closing.callback(lambda: hints.close(_HINTS_AWAITED))
             self.export_also(hints.metrics)
         if speaks:
@@ -238,11 +250,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             return bring_inward(self.served, self._store, page_hashes)
 
         tell_prefill = None
-        metrics = TierMetrics("pd_write", prefix="pd_write_")  # with those of a decode node's writer
-        if (sender := self.hint_sender(metrics)) is not None:
+        if self._config.pd.hints.enabled:
+            from hicache_ext.sglang.announcements import hint_board, hint_scope
+            from hicache_ext.storage.serving.hints import HintSender
+
+            board = hint_board(self._config, self._config.store_locations, self._store)
+            sender = HintSender(board, lambda: hint_scope(self.served) or b"", self.pd_metrics, self.stored_leading)
+            self.hint_sender = sender
             tell_prefill = sender.announce
             closing.callback(lambda: sender.close(_HINTS_AWAITED))
-            self.export_also(metrics)
+            self.export_also(self.pd_metrics)
         longest = self._config.longest_lease
         self._kv_hints = hints = KvHints(longest, lambda: self._store.tiers, self._page_size, fetch, tell_prefill)
         closing.callback(lambda: hints.close(_HINTS_AWAITED))
@@ -314,14 +331,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         of_first = PageKeys.of_hashes(pool.digests[0], keys)
         return min((self._store.count_leading_in_pool(of_first.under(d)) for d in pool.digests), default=0)
 
-    def hint_sender(self, metrics: TierMetrics) -> HintSender | None:
-        """What announces a decode node's pages; None unless hints are on [pd, scheduler]."""
-        if not self._config.pd.hints.enabled or self._ranks_before_this:
-            return None
-        from hicache_ext.sglang.announcements import hint_sender
-
-        return hint_sender(self._config, self.served, self._store, metrics, self.stored_leading)
-
     # -- administration --------------------------------------------------------------------------------------------
 
     @answering(lambda *_, **__: False)
@@ -355,10 +364,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Export the counts of something beside the tiers together with theirs, as long as this backend lives.
 
         ``set_levels`` is called before each export [exporter]."""
-        self._also_counted.append((metrics, set_levels))
+        self._also_counted[metrics] = set_levels
 
     def _export_sources(self) -> list[TierMetrics]:
-        for _, set_levels in self._also_counted:
+        for set_levels in list(self._also_counted.values()):
             set_levels()
         self._failures.set_level("distrusted", "", float(self.served.distrusted))
         self._failures.set_level("serving", "", float(not self.served.unavailable))
@@ -366,7 +375,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures.set_level("config_in_force", "", float(in_force))
         for pool in list(self.served.bound) + list(self.served.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self.served.unserved))
-        beside = [self._failures, kernel_metrics, *[metrics for metrics, _ in self._also_counted]]
+        beside = [self._failures, kernel_metrics, *self._also_counted]
         tiers = self._store.tiers
         return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
 
@@ -387,11 +396,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             )
         names = ", ".join(f"--{name.replace('_', '-')}" for name in self._facts.unknown_arguments)
         unknown = f"hicache_ext does not know {names}: pages are shared with servers that were given the same"
-        for sentence in (
-            untested(installed_release()),
-            ignored_parameters(check_installed()),
-            unknown if names else None,
-        ):
+        for sentence in (untested(installed_release()), unknown if names else None):
             if sentence is not None and not self._ranks_before_this:
                 logger.warning("%s", sentence)
         unused = {

@@ -154,8 +154,6 @@ def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
 # An epoch is a random number drawn by the first rank of a tensor-parallel group and broadcast to the others, which
 # SGLang brings to the same point. No other launch or update has the same. Reasons: docs/decisions/weights-identity.md.
 
-NOT_FLUSHED = "the weights were updated and SGLang's cache is not flushed yet"
-
 updated_to: str | None = None
 """The epoch of the last update in this process; None while the weights are those that were loaded."""
 flushed = True
@@ -168,7 +166,7 @@ def before_update(manager: Any, *_: Any, **__: Any) -> None:
     updated_to = _agreed(getattr(manager, "tp_cpu_group", None))
     flushed = False
     for backend in attached_backends():
-        backend.served.suspended_because = NOT_FLUSHED
+        backend.served.suspended = True
 
 
 def before_release(manager: Any, recv_req: Any, *_: Any, **__: Any) -> None:
@@ -188,7 +186,7 @@ def after_flush(result: Any, *_: Any, **__: Any) -> None:
     for backend in attached_backends():
         if backend.flushes_with_cache:
             backend.served.advance_weights_epoch(updated_to)
-            backend.served.suspended_because = None
+            backend.served.suspended = False
         else:
             # The flush does not empty a decode node's offload queue: it may hold pages of the old weights.
             logger.warning("hicache_ext: the weights were updated; this decode node stores no KV until it is restarted")

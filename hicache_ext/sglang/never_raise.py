@@ -9,8 +9,6 @@ from typing import Any, TypeVar, cast
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-_guarded: set[Any] = set()
-
 
 def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
     """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
@@ -36,7 +34,7 @@ def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
                 except Exception:  # noqa: BLE001 - the arguments were the trouble, which is reported
                     return otherwise()
 
-        _guarded.add(guarded)
+        guarded.reports_failures = True  # type: ignore[attr-defined]
         return cast("_Method", guarded)
 
     return decorate
@@ -44,10 +42,7 @@ def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
 
 def guarded_calls(backend: type) -> list[str]:
     """The calls of a class whose trouble is reported, by name."""
-    return [
-        name
-        for name, _ in inspect.getmembers(backend, lambda member: inspect.isfunction(member) and member in _guarded)
-    ]
+    return [name for name in dir(backend) if hasattr(getattr(backend, name), "reports_failures")]
 
 
 def length(keys: Any) -> int:

@@ -55,7 +55,7 @@ def untested(release: str) -> str | None:
         return None
     return (
         f"hicache_ext was tested with SGLang {', '.join(TESTED)}; this is {release}. It has all that storage needs."
-        " Its pages are kept apart from those of other releases"
+        " Parameters that are new in it are ignored, and its pages are kept apart from those of other releases"
     )
 
 

@@ -71,7 +71,7 @@ class ServedPools:
         self.bound: dict[str, BoundPool] = {}
         self.unserved: dict[str, str] = {}
         """Pools that SGLang registered and that cannot be served, with the reason: nothing is, while there are any."""
-        self.suspended_because = None if model_weights.flushed else model_weights.NOT_FLUSHED
+        self.suspended = not model_weights.flushed
         """While it is set, everything is answered as a miss and nothing is stored [set by hooks, scheduler]."""
         self.closed = self.distrusted = False
         self._ranks = ranks
@@ -105,7 +105,7 @@ class ServedPools:
     @property
     def unavailable(self) -> bool:
         """Whether nothing may be stored or served."""
-        stopped = self.closed or self.distrusted or self.suspended_because is not None
+        stopped = self.closed or self.distrusted or self.suspended
         return stopped or not self.identified or bool(self.unserved)
 
     def usable(self, name: str) -> BoundPool | None:

@@ -68,7 +68,7 @@ class Use:
     """``names`` of ``owner``, a dotted class or module of SGLang; "old|new" is found under either name.
 
     ``takes``: the parameters that are used of a function (``names`` is one then), without ``self``; "name?" need not be
-    there. ``answered``: SGLang calls, and a function of ours answers, which ignores what comes behind these.
+    there. ``answered``: SGLang calls, and a function of ours answers, which ignores all other parameters.
     ``may_go``: nothing is lost without it. ``before``: the release from which on it is gone, or not needed. ``hook``:
     our function that is hooked on it, "module.name" of this package; its first word is SGLang's HookType.
     """
@@ -159,13 +159,10 @@ every hook
   plugins.hook_registry.HookRegistry: register(target hook hook_type)
 weights updates
   managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
-    update_weights_from_disk <- model_weights.before_update
-    update_weights_from_distributed <- model_weights.before_update
-    update_weights_from_tensor <- model_weights.before_update
-    update_weights_from_ipc <- model_weights.before_update
+    update_weights_from_disk update_weights_from_distributed <- model_weights.before_update
+    update_weights_from_tensor update_weights_from_ipc <- model_weights.before_update
     # Between begin and end somebody else may write the weights, with no call at all (P2P, RDMA).
-    begin_weight_update <- model_weights.before_update
-    end_weight_update <- model_weights.before_update
+    begin_weight_update end_weight_update <- model_weights.before_update
     release_memory_occupation <- model_weights.before_release
     tp_cpu_group
   managers.io_struct.ReleaseMemoryOccupationReqInput: tags
@@ -180,8 +177,7 @@ weights at the start
 LoRA adapters
   lora.lora_manager.LoRAManager
     init_state <- model_weights.after_lora_start
-    load_lora_weights <- model_weights.after_lora_load
-    load_lora_weights_from_tensors <- model_weights.after_lora_load
+    load_lora_weights load_lora_weights_from_tensors <- model_weights.after_lora_load
     loras lora_refs target_modules memory_pool
   lora.lora.LoRAAdapter: config layers embedding_layers added_tokens_embeddings
   lora.lora.LoRALayer: weights
@@ -381,8 +377,9 @@ def _read(table: str) -> Iterator[Use]:
             raise ValueError(f"{owner}: {text}")
         since, before, may_go, names, takes, arrow, ours = found.groups(default="")
         answered = bool(arrow) and found[5] is not None
-        use = Use(f"sglang.srt.{owner}", tuple(names.split()), features, tuple(takes.split()), answered, since)
-        yield replace(use, may_go=bool(may_go), before=before, hook=ours)
+        for used in names.split() if ours else [names]:
+            use = Use(f"sglang.srt.{owner}", tuple(used.split()), features, tuple(takes.split()), answered, since)
+            yield replace(use, may_go=bool(may_go), before=before, hook=ours)
 
 
 USED: tuple[Use, ...] = tuple(_read(_TABLE))
@@ -400,23 +397,8 @@ _DUTIES = {
 """Classes of SGLang that ours derive from, and what is lost where they ask for what ours do not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """``missing`` has one text per name that is not there, or not as it is used; ``new`` are parameters that SGLang may
-    hand to a function of ours and that this package does not know: they are ignored."""
-
-    use: Use
-    expected: bool
-    """Whether this release must have it."""
-    missing: tuple[str, ...]
-    new: tuple[str, ...] = ()
-
-    @property
-    def found(self) -> bool:
-        return not self.missing
-
-    def lacks(self, feature: Feature) -> bool:
-        return self.expected and not self.found and feature in self.use.features
+Checked = tuple[Use, tuple[str, ...]]
+"""And a text for each name of it that is not there, or not as it is used."""
 
 
 @cache
@@ -426,15 +408,16 @@ def check_installed() -> tuple[Checked, ...]:
 
 
 def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterator[Checked]:
-    """Each of ``used``, then what SGLang asks of a backend or a linker beyond that."""
+    """Each of ``used`` that this release must have, then what SGLang asks of a backend or a linker beyond that."""
     for use in used:
-        yield Checked(use, belongs_to(release, use), *_looked_up(sources, use))
+        if belongs_to(release, use):
+            yield use, _missing(sources, use)
     for owner, feature in _DUTIES.items():
         ours = [use for use in used if use.owner == owner]
         answered = {name for use in ours for name in use.names}
         if ours and (duties := sorted(sources.abstract_methods(owner) - answered)):
             unanswered = tuple(f"{name}, which this package does not answer" for name in duties)
-            yield Checked(Use(owner, tuple(duties), (feature,)), True, unanswered)
+            yield Use(owner, tuple(duties), (feature,)), unanswered
 
 
 def belongs_to(release: str, use: Use) -> bool:
@@ -444,7 +427,7 @@ def belongs_to(release: str, use: Use) -> bool:
 
 def lacking(checked: Collection[Checked], feature: Feature) -> str | None:
     """What this release lacks of what ``feature`` needs, as words for a sentence; None where it lacks nothing."""
-    texts = [text for one in checked if one.lacks(feature) for text in one.missing]
+    texts = [text for use, missing in checked if feature in use.features for text in missing]
     return None if not texts else texts[0] + (f" and {len(texts) - 1} more" if len(texts) > 1 else "")
 
 
@@ -453,40 +436,31 @@ def features_off(checked: Collection[Checked]) -> dict[Feature, str]:
     return {feature: words for feature in FEATURES if (words := lacking(checked, feature)) is not None}
 
 
-def ignored_parameters(checked: Collection[Checked]) -> str | None:
-    """The warning about what SGLang may hand over and this package does not know; None where it knows all."""
-    texts = [f"{'.'.join(one.use.target.split('.')[-2:])}({', '.join(one.new)})" for one in checked if one.new]
-    more = f" and {len(texts) - 3} more (hicache-ext doctor --json)" if len(texts) > 3 else ""
-    return f"parameters that hicache_ext does not know are ignored: {', '.join(texts[:3])}{more}" if texts else None
-
-
-def _looked_up(sources: Sources, use: Use) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """``missing`` and ``new`` of Checked."""
+def _missing(sources: Sources, use: Use) -> tuple[str, ...]:
     known = sources.names_of(use.owner)
     if known is None:
-        return (use.owner,), ()
+        return (use.owner,)
     # A constructor may be generated.
     gone = [name for name in use.names if name != "__init__" and known.isdisjoint(name.split("|"))]
     if gone:
-        return () if use.may_go else tuple(f"{use.owner}.{' or '.join(name.split('|'))}" for name in gone), ()
+        return () if use.may_go else tuple(f"{use.owner}.{' or '.join(name.split('|'))}" for name in gone)
     if not use.takes and not use.answered:
-        return (), ()
+        return ()
     parameters = sources.parameters(use.owner, use.names[0])
     if parameters is None:
-        return (f"{use.target} as a function",), ()
+        return (f"{use.target} as a function",)
     wanted = [name.removesuffix("?") for name in use.takes]
     there = [name for name in parameters.positional if name in wanted]
-    new = [name for name in (*parameters.positional, *parameters.keywords) if name not in wanted]
     # What stands in front of a parameter that is known would be taken for it.
     in_front = parameters.positional[: parameters.positional.index(there[-1])] if there and use.answered else ()
-    refused = [name for name in new if name in parameters.required or name in in_front]
-    found = {*parameters.positional, *parameters.keywords}
+    found = (*parameters.positional, *parameters.keywords)
     changes = [f"without {name}" for name in use.takes if name not in found and not name.endswith("?")]
-    changes = [*([] if parameters.any_keyword else changes), *(f"with {name}" for name in refused)]
+    changes = [] if parameters.any_keyword else changes
+    refused = (name for name in found if name not in wanted and (name in parameters.required or name in in_front))
+    changes += [f"with {name}" for name in refused]
     if use.answered and there != [name for name in wanted if name in there]:
         changes.append("in another order")
-    missing = (f"{use.target} as it is used (it is {', '.join(changes)})",) if changes else ()
-    return missing, tuple(name for name in new if use.answered and name not in refused)
+    return (f"{use.target} as it is used (it is {', '.join(changes)})",) if changes else ()
 
 
 @dataclass(frozen=True, slots=True)

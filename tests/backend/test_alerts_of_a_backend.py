@@ -22,7 +22,7 @@ def test_a_server_that_serves_nothing_for_long_is_told(open_backend: Callable[..
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     recording = Recording(backend._export_sources)
     serves = recording.look()
-    backend.served.suspended_because = "the weights were updated"
+    backend.served.suspended = True
     pauses = recording.look()
     timeline = Timeline()
     timeline.at_rest(30, serves)

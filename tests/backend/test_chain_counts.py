@@ -57,7 +57,7 @@ def test_what_sglang_asks_again_counts_again(backend: Any) -> None:
 def test_what_is_asked_while_the_weights_change_counts_and_is_not_found(backend: Any) -> None:
     chain = page_keys(4)
     assert backend.batch_set_v1(chain, indices(4)) == [True] * 4
-    backend.served.suspended_because = "new weights"
+    backend.served.suspended = True
     assert backend.batch_exists(chain) == 0
     assert counts(backend) == [(4, 0, 0)] * 2
 

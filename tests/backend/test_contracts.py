@@ -317,13 +317,12 @@ SHAPES: dict[str, Callable[[Any, Any], bool]] = {
     "set": is_a(bool),
     "read_whole": is_a(bool),
     "write_whole": is_a(bool),
-    "stored": is_list_for(bool),
     "stored_leading": is_a(int),
     "store_pages": is_list_for(object),
 }
 """What each call of pages answers, whatever it is given."""
 
-OURS = {"declare_failures", "distrust", "export_also", "hint_sender", "report_failure"} | {
+OURS = {"declare_failures", "distrust", "export_also", "report_failure"} | {
     "note_tenant",
     "take_hints",
     "warn_of_sizes",

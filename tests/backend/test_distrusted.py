@@ -57,9 +57,9 @@ def test_nothing_is_stored_or_served_any_more_and_the_pages_are_gone(start: Call
 def test_a_flush_and_new_weights_bring_nothing_back(start: Callable[[str], Any]) -> None:
     backend = start("1.0")
     backend.distrust("a test")
-    backend.served.suspended_because = "the weights were updated"
+    backend.served.suspended = True
     backend.served.advance_weights_epoch("other")
-    backend.served.suspended_because = None
+    backend.served.suspended = False
     assert not serves(backend)
 
 

@@ -112,9 +112,9 @@ def test_nothing_is_stored_while_nothing_may_be_served_and_pages_of_old_weights_
     backend.batch_set_v1(KEYS, INDICES)
     everything = {"DISK": blocks_of(KEYS)}
     assert follow_until(following, everything) == everything
-    backend.served.suspended_because = "a test"
+    backend.served.suspended = True
     assert follow_until(following, {}) == {}
-    backend.served.suspended_because = None
+    backend.served.suspended = False
     assert follow_until(following, everything) == everything
     backend.served.advance_weights_epoch("another")
     assert follow_until(following, {}) == {}

@@ -228,13 +228,13 @@ def test_a_rank_that_writes_nothing_of_a_replicated_model_is_done_at_once(tmp_pa
 
 def test_nothing_is_stored_or_served_while_the_weights_are_of_another_epoch(open_linker: Open) -> None:
     device, linker, keys = prepared(open_linker)
-    linker._backend.served.suspended_because = "the weights were updated"
+    linker._backend.served.suspended = True
     assert rig.waited(linker, "r", [rig.transfer("kv", keys)]) == []
     assert not linker.load("r", [rig.pages(device, "kv", keys, [20, 21, 22, 23])])
     # Taken and answered as failed: the ranks of a deployment learn of an update one after the other.
     assert linker.offload([rig.pages(device, "kv", keys, [1, 2, 3, 4])])
     assert not rig.stored(linker)
-    linker._backend.served.suspended_because = None
+    linker._backend.served.suspended = False
     assert rig.waited(linker, "other", [rig.transfer("kv", keys)]) == [1, 2, 3, 4]
 
 

@@ -49,13 +49,13 @@ def test_until_the_cache_is_flushed_nothing_is_stored_or_served(open_backend: Ca
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
     backend.batch_set_v1(KEYS, INDICES)
     update(flushes=False)
-    assert backend.served.suspended_because is not None
+    assert backend.served.suspended
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_set_v1(page_keys(2, "more"), INDICES) == [False, False]
     model_weights.after_flush(False)
-    assert backend.served.suspended_because is not None
+    assert backend.served.suspended
     model_weights.after_flush(True)
-    assert backend.served.suspended_because is None
+    assert not backend.served.suspended
     assert backend.batch_exists(KEYS) == 0
     assert backend.batch_exists(page_keys(2, "more")) == 0
 
@@ -167,5 +167,5 @@ def test_a_decode_nodes_offload_stays_off_since_its_queue_is_not_flushed(open_ba
     backend = open_backend()
     backend.register_mem_pool_host(mha_pools(page_size=PAGE_SIZE).host)
     update(flushes=True)
-    assert backend.served.suspended_because is not None
+    assert backend.served.suspended
     assert backend.batch_set_v1(KEYS, INDICES) == [False, False]

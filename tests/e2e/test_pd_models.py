@@ -85,7 +85,7 @@ def test_the_second_turn_restores_all_pools_of_the_answer(
         assert warm.cached.storage == stored
         assert warm.prefill.meta_info["cached_tokens_details"]["storage_backend"] == "HiCacheExtBackend"
     counters = writer_counters(tmp_path / "decode.log")
-    assert counters["host.used_tokens"] == 0 and counters["page.stored"] > 0
+    assert counters["host_used_tokens"] == 0 and counters["page.stored"] > 0
     for log in ("decode.log", "prefill.log"):
         assert not error_lines(tmp_path / log)
 
@@ -170,7 +170,7 @@ def test_a_killed_node_a_full_pool_aborts_and_retractions_change_no_answer_and_k
             answer = pair.generate(turn, 16, return_logprob=True, logprob_start_len=asked)
             found[number] = input_logprobs(answer.prefill.meta_info), answer.cached.storage
     counters = writer_counters(tmp_path / "decode.log")
-    assert counters["host.used_tokens"] == 0 and counters["waiting.pages"] == 0 and counters["page.stored"] > 0
+    assert counters["host_used_tokens"] == 0 and counters["waiting_pages"] == 0 and counters["page.stored"] > 0
     assert "Testing retraction" in (tmp_path / "decode.log").read_text(errors="replace")
     for log in ("decode.log", "prefill.log"):
         assert not error_lines(tmp_path / log)

@@ -288,8 +288,8 @@ def test_many_conversations_give_all_host_memory_back_and_leave_no_orphans(tiny_
         stored = {key[16:] for key in stored_keys(tmp_path / "pool")}
         conversations = [[*prompt, *answers.get(number, ())] for number, (prompt, _) in enumerate(plans)]
     counters = writer_counters(tmp_path / "decode.log")
-    assert counters["host.used_tokens"] == 0
-    assert counters["waiting.pages"] == 0
+    assert counters["host_used_tokens"] == 0
+    assert counters["waiting_pages"] == 0
     assert counters["page.stored"] > 0
     assert "Testing retraction" in (tmp_path / "decode.log").read_text(errors="replace")
     for log in ("decode.log", "prefill.log"):

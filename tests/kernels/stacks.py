@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache_ext.kernels.geometry import LayerCopy, LayerStack, device_rows, host_rows
+from hicache_ext.kernels.geometry import LayerStack, device_rows, host_rows
 from tests.rigs.fake_cuda import FakeGpu
 
 
@@ -44,6 +44,13 @@ def plain_memory(
             segment_bytes=row,
         )
         on_device = device_rows(buffer, page_size=page_size, row_stride=row, segment_bytes=row)
-        copies.append([LayerCopy(rows, on_device, page_size, 1, row)])
-    stack = LayerStack.of(copies, layout=layout, registrations=[(host.data_ptr(), host.numel())])
+        copies.append([(rows, on_device)])
+    stack = LayerStack.of(
+        copies,
+        page_size=page_size,
+        segments=1,
+        segment_bytes=row,
+        layout=layout,
+        registrations=[(host.data_ptr(), host.numel())],
+    )
     return PlainMemory(stack, host, device)

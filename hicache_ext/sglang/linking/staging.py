@@ -134,7 +134,6 @@ class Staging(ModelPools):
         self._module = torch.get_device_module(self.controller.device)
         self._device = self._module.current_device()
         self._stream = self._module.Stream()
-        self._on_cpu = torch.device(self.controller.device).type == "cpu"
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -198,14 +197,9 @@ class Staging(ModelPools):
         """
         events: list[Any] = []
 
-        def submitted(layer: int, *_: Any, **__: Any) -> None:
-            if self._on_cpu:
-                if layer_done is not None:
-                    layer_done(layer)
-                return
-            event = self._module.Event()
-            event.record()
-            events.append(event)
+        def submitted(*_: Any, **__: Any) -> None:
+            events.append(self._module.Event())
+            events[-1].record()
 
         with self._submitting():
             moved = self.controller.move_hybrid_indices(self._operation(portions))
