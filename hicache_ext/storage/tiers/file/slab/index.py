@@ -98,16 +98,13 @@ EVERY = b""
 """In place of a digest: all identities."""
 IN_USE = (READY, SCANNING)
 """SLAB_STATE of the slabs whose pages can be looked up."""
-_MOST_COMPANIONS = 64
-"""Of one identity: more than ranks and pools of a server on one machine."""
-_AT_ONCE_BESIDE = 1 << 11
+_AT_ONCE_BESIDE = 1 << 12
 """Pages looked for beside those that went, under the lock at once."""
 _COMING_AND_GOING = 4
 """Pages that may come or go while rows are counted, for each insert of that time."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
 _NO_ROWS: Words = np.empty((0, index_words.ROW_WORDS), np.int64)
-_NO_TABLE: Words = np.empty((0, 0), np.int64)
 
 
 def milliseconds() -> int:
@@ -184,10 +181,10 @@ class SlabIndex:
         it for itself."""
         self._numbers: dict[bytes, Words] = {}
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
-        self._beside: Words = _NO_TABLE
-        """By number of an identity of KV: the numbers of its companions, up to a -1."""
-        self._needed: Words = _NO_TABLE
-        """By number of a companion: those of the identities of KV, up to a -1, of which it needs one."""
+        self._beside: Mapping[int, Sequence[int]] = {}
+        """By number of an identity of KV: the numbers of its companions."""
+        self._needed: Mapping[int, Sequence[int]] = {}
+        """By number of a companion: those of the identities of KV of which it needs one."""
         self._tickets = itertools.count(random.getrandbits(62))
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -363,20 +360,16 @@ class SlabIndex:
             of_kv: dict[int, list[int]] = {}
             needed: dict[int, list[int]] = {}
             for digest, others in companions.items():
-                for other in others[:_MOST_COMPANIONS]:
+                for other in others:
                     if digest in numbers and other in numbers:
                         of_kv.setdefault(numbers[digest], []).append(numbers[other])
                         needed.setdefault(numbers[other], []).append(numbers[digest])
-            # One that too many need is kept until it is cold itself.
-            many = {number for number, kv in needed.items() if len(kv) > _MOST_COMPANIONS}
-            of_kv = {number: [other for other in others if other not in many] for number, others in of_kv.items()}
-            needed = {number: kv for number, kv in needed.items() if number not in many}
-            self._companions, self._needed, self._beside = companions, _table(needed), _table(of_kv)
+            self._companions, self._needed, self._beside = companions, needed, of_kv
 
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
-        the disk ([EVERY] for all), and how many had pages. Without a lock: a write that is under way may count or
-        not."""
+        the disk ([EVERY] for all), and how many have had pages since they were cleared last. Without a lock: a write
+        that is under way may count or not."""
         now, cleared, had_pages = milliseconds(), [], 0
         if digests is None:
             # Before it looks who is known: register() does the same the other way round, and the rebuild has yet to see
@@ -392,7 +385,7 @@ class SlabIndex:
                 continue
             # Also one that nothing was published of: headers of a writer that was killed may be on the disk.
             cleared.append(digest)
-            had_pages += int(self.memory.identities[number, index_words.PAGES] > 0)
+            had_pages += int(self.memory.identities[number, WRITTEN])
             self._clear(number, now)
         return [EVERY] if digests is None and (cleared or not self.rebuilt) else cleared, had_pages
 
@@ -406,7 +399,7 @@ class SlabIndex:
 
     def _clear(self, number: int, moment: int) -> None:
         identity = self.memory.identities[number]
-        identity[WRITTEN] = identity[index_words.PAGES] = identity[HITS] = identity[LAST] = 0
+        identity[WRITTEN] = identity[HITS] = identity[LAST] = 0
         identity[CLEARED] = moment
         identity[GENERATION] += 1
 
@@ -682,9 +675,14 @@ class SlabIndex:
                 pairs = zip(now, found.positions.tolist(), strict=True)
                 wanted &= np.array([seal.tobytes() == seals[position] for seal, position in pairs], bool)
             found = found.select(wanted)
-            rows = np.ascontiguousarray(found.rows)
-            self.memory.table.seize(rows, self._pending, ticket)
-        return found.select(rows >= 0)
+            self._seize(found.rows, ticket)
+        return found
+
+    def _seize(self, rows: Words, ticket: int) -> None:
+        """Make pages pending under this ticket. Under the lock."""
+        self.memory.tenants[:, index_words.TENANT_PAGES] -= self.tenants_of(rows)
+        self.memory.rows[rows, STATE] = self._pending
+        self.memory.rows[rows, index_words.HASH] = ticket
 
     def seize_dated_after(self, moment: int, ticket: int) -> Iterator[tuple[Slab, Words]]:
         """Take the slots of cleared pages that are dated after ``moment`` (milliseconds), by a clock that was ahead of
@@ -696,8 +694,8 @@ class SlabIndex:
                     continue
                 with self._changing():
                     late = begin + self._cleared_after(rows, moment)
-                    self.memory.table.seize(late, self._pending, ticket)
-                yield slab, late[late >= 0]
+                    self._seize(late, ticket)
+                yield slab, late
 
     def _cleared_after(self, rows: Words, moment: int) -> Words:
         states = rows[:, STATE].copy()
@@ -788,23 +786,34 @@ class SlabIndex:
         return stay
 
     def _evict_beside(self, hashes: Words, states: Words, oldest: int) -> int:
-        """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. A few
-        at a time under the lock; what it is too late for ages by itself."""
-        beside, needed = self._beside, self._needed
-        if not beside.size:
+        """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone and were not
+        cleared; how many. A few at a time under the lock; what it is too late for ages by itself."""
+        if not self._beside:
             return 0
-        step = max(1, _AT_ONCE_BESIDE // beside.shape[1])
-        freed, count = np.empty(step * beside.shape[1], np.int64), 0
+        count, numbers = 0, states >> index_words.NUMBER_SHIFT
+        current = index_words.is_current(self.memory.identities, states)
         with suppress(IndexBusyError):
-            for begin in range(0, len(hashes), step):
-                some = hashes[begin : begin + step], states[begin : begin + step]
-                of_companions = *some, beside, beside.shape[1], needed, needed.shape[1]
-                with self._changing():
-                    here = self.memory.table.evict_beside(*of_companions, oldest, freed)
-                    if here:
-                        self._may_be_free(freed[:here])
-                count += here
+            for number in self._beside.keys() & numbers[current].tolist():
+                of_kv = hashes[current & (numbers == number)]
+                for other in self._beside[number]:
+                    needed = self._needed[other]
+                    step = max(1, _AT_ONCE_BESIDE // (len(needed) + 1))
+                    for begin in range(0, len(of_kv), step):
+                        with self._changing():
+                            lost = of_kv[begin : begin + step]
+                            for kv in needed:
+                                lost = lost[self._rows_with(lost, kv) < 0]
+                            rows = self._rows_with(lost, other)
+                            rows = rows[rows >= 0]
+                            count += self.memory.table.evict(rows, oldest, None)
+                            self._may_be_free(rows)
         return count
+
+    def _rows_with(self, hashes: Words, number: int) -> Words:
+        """The rows of the pages of this identity with these HASHes, -1 where there is none. Under the lock."""
+        rows = np.empty(len(hashes), np.int64)
+        self.memory.table.find(hashes, number, rows)
+        return rows
 
     def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[Words]:
         """The rows of ``count`` slots from number ``begin`` on, of all of a size: of each slab, whole groups."""
@@ -919,10 +928,10 @@ class SlabIndex:
 
     def grow_sets(self) -> None:
         """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
-        wanted = self._sets_wanted()
-        for sets in range(max(0, int(self.memory.header[index_words.SETS])), wanted, _STEP):
+        header, wanted = self.memory.header, self._sets_wanted()
+        for sets in range(max(0, int(header[index_words.SETS])), wanted, _STEP):
             with self._changing():
-                self.memory.table.grow_sets(min(wanted, sets + _STEP))
+                index_words.add_sets(header, self.memory.sets, min(wanted, sets + _STEP))
 
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
@@ -1003,9 +1012,6 @@ class SlabIndex:
         hashes, states = rows[pages, index_words.HASH], rows[pages, STATE]
         of_tenants = self.tenants_of(slab.first_row + pages)
         self.memory.forget_rows(slab.first_row, slab.slots)
-        identities = self.memory.identities
-        numbers = states[index_words.is_current(identities, states)] >> index_words.NUMBER_SHIFT
-        np.subtract.at(identities[:, index_words.PAGES], numbers & (len(identities) - 1), 1)
         self.memory.tenants[:, index_words.TENANT_PAGES] -= of_tenants
         return hashes, states
 
@@ -1163,14 +1169,6 @@ def _by_position(found: SlotReferences) -> Words:
     rows = np.full(behind, -1, np.int64)
     rows[found.positions] = found.rows
     return rows
-
-
-def _table(lists: Mapping[int, Sequence[int]]) -> Words:
-    """A row for each number up to the largest, each ended by -1 or full."""
-    table = np.full((max(lists, default=-1) + 1, max(map(len, lists.values()), default=0)), -1, np.int64)
-    for number, numbers in lists.items():
-        table[number, : len(numbers)] = numbers
-    return table
 
 
 def slabs_of(rows: Words) -> list[Slab]:
