@@ -554,8 +554,7 @@ PUBLIC int64_t hicache_take_free(const struct take_free *call)
 /* Of a caller that writes for a tenant. A tenant keeps so many pages whoever else writes. */
 struct tenancy {
     int64_t shares[TENANTS];
-    int64_t evicted[TENANTS]; /* So many more pages of each were evicted. */
-    int64_t writer;           /* Its number, -1: nobody's. */
+    int64_t writer; /* Its number, -1: nobody's. */
 };
 
 /* A tenant's pages up to its share are NO_PAGE for others, and for itself the last to go. */
@@ -611,7 +610,7 @@ struct evict {
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
-    struct tenancy *tenancy = (struct tenancy *)call->tenancy.at;
+    const struct tenancy *tenancy = (const struct tenancy *)call->tenancy.at;
     int64_t pages = 0;
     for (int64_t position = 0; position < call->victims.count; position++) {
         int64_t at = call->victims.at[position], *row = row_at(table, at);
@@ -623,8 +622,6 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
         }
         if (rank != AT_ONCE) {
             remember(table, row);
-            if (tenancy != NULL)
-                tenancy->evicted[tenant_of(row)]++;
             pages++;
         }
         if (is_page(load(row + STATE)))

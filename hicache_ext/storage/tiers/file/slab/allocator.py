@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ class SlotAllocator:
         tenancy: Words | None,
         before: bytes | None,
     ) -> None:
-        below = tenancy if tenancy is not None and self._index.is_below_share(tenancy) else None
+        is_below = tenancy is not None and self._index.is_below_share(tenancy)
         spared = self._spared()
         self._index.go_together(self._companions.of(self._index.numbers))
         with self._times_lock:
@@ -264,10 +264,10 @@ class SlotAllocator:
             slabs = self._index.view().changes
             left, disk_full = wanted - len(taken[slot_size]), time.monotonic() < self._disk_full_until
             evicting = disk_full or self._full.get(slot_size) == slabs
-            with nullcontext() if below is None else self._index.for_nobody(below):
-                rows, evicted = self._index.take(
-                    slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy, before=before
-                )
+            wants = slot_size, left, ticket, oldest, spared
+            rows, evicted = self._index.take(
+                *wants, evicting=evicting, tenancy=tenancy, for_nobody=is_below, before=before
+            )
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
             if evicted.pages:
@@ -282,9 +282,9 @@ class SlotAllocator:
                 elif growth is _Growth.FAILED or (growth is _Growth.DISK_FULL and found_full):
                     return
                 found_full = found_full or growth is _Growth.DISK_FULL
-            elif below is not None and not len(rows) and not evicted.slots:
+            elif is_below and not len(rows) and not evicted.slots:
                 # A tenant that has less than its share takes it back from pages that another one has leased.
-                below, spared = None, self._spared(leased=False)
+                is_below, spared = False, self._spared(leased=False)
             elif not len(rows) and not evicted.slots:
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
                 whatever = self._index.bound_behind(before, oldest) == NO_PAGE
@@ -316,7 +316,7 @@ class SlotAllocator:
 
     def look_after(self, slot_sizes: Sequence[int], oldest: int, tenancy: Words | None = None) -> None:
         """What is due now and then, after a write of pages with slots of these sizes. Raises IndexBusyError."""
-        if len(self._index.view().slots) > 1:
+        if len(self._index.view().of_size) > 1:
             for slot_size in slot_sizes:
                 if self._evicted_since_reclaim[slot_size]:
                     self._reclaim(slot_size, oldest, tenancy, needed=False)

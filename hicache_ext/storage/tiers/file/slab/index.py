@@ -127,8 +127,6 @@ class View:
     """Where each of ``by_first`` is in the table."""
     of_size: Mapping[int, Words]
     """Slot size -> positions in the table, by number."""
-    slots: Mapping[int, int]
-    """Slot size -> number of slots."""
     capacity: int
     """Slots of all sizes, at least 1."""
     ghosts: int
@@ -246,14 +244,13 @@ class SlabIndex:
         slabs = {slab.number: slab for slab in slabs_of(table[there])}
         sizes = table[there, SLOT_SIZE]
         of_size = {int(size): np.ascontiguousarray(there[sizes == size]) for size in np.unique(sizes)}
-        slots = {size: int(table[positions, SLOTS].sum()) for size, positions in of_size.items()}
         positions = there[table[there, FIRST].argsort()]
-        capacity = max(1, sum(slots.values()))
+        capacity = max(1, int(table[there, SLOTS].sum()))
         ghosts = min(eviction.ghost_limit(capacity), self.memory.ghosts.shape[1] * index_words.WAYS // 2)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = index_words.sampled_of(capacity)
-        return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
+        return View(changes, slabs, table, by_first, positions, of_size, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -500,20 +497,9 @@ class SlabIndex:
         writer = int(tenancy[index_words.WRITER])
         return writer >= 0 and bool(self.memory.tenants[writer, index_words.TENANT_PAGES] < tenancy[writer])
 
-    @contextmanager
-    def for_nobody(self, tenancy: Words) -> Iterator[None]:
-        """In which the tenant that writes loses no page of its own within its share, either."""
-        writer = int(tenancy[index_words.WRITER])
-        tenancy[index_words.WRITER] = -1
-        try:
-            yield
-        finally:
-            tenancy[index_words.WRITER] = writer
-
     def tenants_of(self, rows: Words) -> Words:
         """How many of the pages in these rows are each tenant's."""
-        numbers = self.memory.rows[rows, index_words.LENGTH] >> index_words.TENANT_SHIFT & (index_words.TENANTS - 1)
-        return np.bincount(numbers, minlength=index_words.TENANTS)
+        return _tenants_in(self.memory.rows[rows])
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -531,19 +517,24 @@ class SlabIndex:
         *,
         evicting: bool,
         tenancy: Words | None = None,
+        for_nobody: bool = False,
         before: bytes | None = None,
     ) -> tuple[Words, Evicted]:
         """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
         evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
         hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
-        None: there are none). Raises IndexBusyError."""
+        None: there are none), and ``for_nobody`` those of the one that writes, too. Raises IndexBusyError."""
+        ranked_for = tenancy
+        if tenancy is not None and for_nobody:
+            ranked_for = tenancy.copy()
+            ranked_for[index_words.WRITER] = -1
         rows, done, gone = np.empty(wanted, np.int64), 0, [_NO_ROWS]
         freed = in_vain = 0
         of_size = self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
         if wants_victims:
             # Now, and not while others wait for the lock.
-            self._measured(of_size, slot_size, wanted, oldest, tenancy)
+            self._measured(of_size, slot_size, wanted, oldest, ranked_for)
         with self._changing():
             of_size = self._taken_from(slot_size)
             slabs = self.memory.slabs, self.view().table, of_size
@@ -559,12 +550,14 @@ class SlabIndex:
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
                 need = wanted - done
                 looked = need << 3 * in_vain
-                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, gone, tenancy, bound)
+                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, gone, ranked_for, bound)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
         pages = np.concatenate(gone)
         count = len(pages)
+        if tenancy is not None:
+            tenancy[index_words.EVICTED :] += _tenants_in(pages)
         if count:
             hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
             count += self._evict_beside(hashes, states, oldest)
@@ -1139,6 +1132,12 @@ class SlabIndex:
                 self._share(member)
                 self._member = member
             yield
+
+
+def _tenants_in(rows: Words) -> Words:
+    """How many of these rows are each tenant's."""
+    numbers = rows[:, index_words.LENGTH] >> index_words.TENANT_SHIFT & (index_words.TENANTS - 1)
+    return np.bincount(numbers, minlength=index_words.TENANTS)
 
 
 def _are_among(hashes: Words, others: Words) -> npt.NDArray[np.bool_]:

@@ -94,10 +94,10 @@ TENANT_NAME, TENANT_PAGES = range(2)
 """Words of a tenant: 64 bits of the digest of its name, 0 for none; how many pages it has, of all identities, cleared
 ones included; a kill may make it wrong by one. Number 0 is the default tenant."""
 TENANTS, TENANT_WORDS, TENANT_SHIFT = 64, 2, 32
-EVICTED, WRITER = TENANTS, 2 * TENANTS
-"""Of a tenancy, which says for whom slots are taken: behind the slots that are each tenant's share, pages evicted of
-each, and the number of the one that writes, -1 for nobody."""
-TENANCY_WORDS = WRITER + 1
+WRITER, EVICTED = TENANTS, TENANTS + 1
+"""Of a tenancy, which says for whom slots are taken: behind the slots that are each tenant's share, the number of the
+one that writes, -1 for nobody; and pages evicted of each."""
+TENANCY_WORDS = EVICTED + TENANTS
 COUNTS = 4 + TENANTS
 
 WAYS = 16
@@ -330,19 +330,9 @@ class Table(Arguments):
         "row_count set_count identity_count ghost_sets event_count entry_sets"
     )
 
-    def __init__(
-        self,
-        rows: Words,
-        sets: Words,
-        header: Words,
-        identities: Words,
-        ghosts: Words,
-        events: Words,
-        small: Words,
-        entries: Words,
-        tenants: Words,
-    ) -> None:
-        parts = rows, sets, header, identities, ghosts, events, small, entries, tenants
+    def __init__(self, *parts: Words) -> None:
+        """``parts`` are those of the first fields."""
+        rows, sets, _, identities, ghosts, events, _, entries, _ = parts
         lengths = len(rows), len(sets), len(identities), ghosts.shape[1], len(events), entries.shape[1]
         super().__init__(*map(address, parts), *lengths)
         self.core = native.needed()

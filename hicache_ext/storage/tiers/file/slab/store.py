@@ -450,7 +450,7 @@ class SlabStore(PathStore):
         places = self._allocator.take(wanted, ticket, self._oldest(), tenancy, before)
         tenant = 0
         if tenancy is not None:
-            tenant, evicted = int(tenancy[index_words.WRITER]), tenancy[index_words.EVICTED : index_words.WRITER]
+            tenant, evicted = int(tenancy[index_words.WRITER]), tenancy[index_words.EVICTED :]
             self.metrics.add_many("tenant_evicted", self._by_name(evicted))
             evicted[:] = 0
         lacking = len(positions) - sum(map(len, places.values()))
