@@ -885,11 +885,7 @@ static int64_t place_for(const struct table *table, int64_t of_set, int64_t hash
 /* The lowest rank that so many of these are not above. */
 static int64_t kth_lowest(const int64_t *ranks, int64_t count, int64_t which)
 {
-    int64_t low = ranks[0], high = ranks[0];
-    for (int64_t of = 1; of < count; of++) {
-        low = least(low, ranks[of]);
-        high = most(high, ranks[of]);
-    }
+    int64_t low = INT64_MIN, high = INT64_MAX;
     while (low < high) {
         int64_t middle = (low & high) + ((low ^ high) >> 1), below = 0; /* The mean, without an overflow. */
         for (int64_t of = 0; of < count; of++)

@@ -82,7 +82,6 @@ class Companions:
         """Reads nothing yet."""
         self._path = path
         self._lock = threading.Lock()
-        self._identities: Collection[bytes] = ()
         self._known: dict[bytes, Facts | None] = {}
         """None: without a document that says enough."""
         self._looked = 0.0
@@ -90,13 +89,11 @@ class Companions:
 
     def of(self, identities: Collection[bytes]) -> Mapping[bytes, Sequence[bytes]]:
         """For each identity of KV those whose pages need its pages. Reads documents of new identities, a few a call.
-        ``identities``: another object where there are more than before. Answers with the same object as before where
-        nothing is new."""
+        ``identities`` are only added. Answers with the same object as before where nothing is new."""
         with self._lock:
             again = time.monotonic() - self._looked >= _MISSING_INTERVAL
-            if identities is not self._identities or again:
+            if len(identities) > len(self._known) or again:
                 new = [digest for digest in identities if digest not in self._known]
-                self._identities = identities if len(new) <= _AT_ONCE else ()
                 if again:
                     self._looked = time.monotonic()
                     new += [digest for digest, facts in self._known.items() if facts is None]
