@@ -26,6 +26,9 @@ _PLAN = "plan replays LRU in Python: the same figures to every digit, without gh
 _ONE_WAY = "it has one way: numpy is as fast there as the native core was"
 
 FORMER = {
+    "test_an_identity_nobody_has_heard_of_is_cleared_by_the_disk_alone_during_a_rebuild": (
+        "-> test_an_identity_nobody_has_heard_of_is_cleared_while_a_rebuild_may_find_its_pages"
+    ),
     "test_an_identity_whose_pages_went_with_their_slab_has_none": (
         "pages of an identity are not counted: it had pages if some were written since it was cleared last"
     ),

@@ -432,10 +432,12 @@ def test_a_cleared_identity_is_listed_again_once_it_is_written(index: SlabIndex)
     assert index.identities() == [A]
 
 
-def test_an_identity_nobody_has_heard_of_is_cleared_by_the_disk_alone_during_a_rebuild(index: SlabIndex) -> None:
+def test_an_identity_nobody_has_heard_of_is_cleared_while_a_rebuild_may_find_its_pages(index: SlabIndex) -> None:
     assert index.clear([A]) == ([], 0)
     index.memory.header[index_words.REBUILT] = 0
+    begun = milliseconds()
     assert index.clear([A]) == ([A], 0)
+    assert index.memory.identities[index.register([A])[A], index_words.CLEARED] >= begun
 
 
 def test_what_was_cleared_of_all_during_a_rebuild_stays_cleared_when_it_is_found(index: SlabIndex) -> None:

@@ -1,8 +1,8 @@
 """Which page is in which slot: the index of one directory, shared by all processes on it.
 
 It is memory (index_memory.py), changed under a lock that is waited for at most a second (``ChangeLock``), by steps none
-of which leaves anything to be repaired. A look-up takes no lock and no system call, nor does clearing an identity: that
-raises its generation, and its pages are out of reach at once. Reasons: docs/decisions/slabs.md.
+of which leaves anything to be repaired. A look-up takes no lock and no system call, nor does clearing a known identity:
+that raises its generation, and its pages are out of reach at once. Reasons: docs/decisions/slabs.md.
 """
 
 from __future__ import annotations
@@ -366,7 +366,8 @@ class SlabIndex:
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
         the disk ([EVERY] for all), and how many have had pages since they were cleared last. Without a lock: a write
-        that is under way may count or not."""
+        that is under way may count or not. With one, and raises IndexBusyError or OSError, for an identity whose pages
+        a rebuild may find yet."""
         now, cleared, had_pages = milliseconds(), [], 0
         if digests is None:
             # Before it looks who is known: register() does the same the other way round, and the rebuild has yet to see
@@ -376,29 +377,18 @@ class SlabIndex:
         for digest in list(known) if digests is None else digests:
             number = known.get(digest)
             if number is None:
-                if not self.rebuilt:
-                    # Pages of it may be found yet.
-                    cleared.append(digest)
-                continue
+                if self.rebuilt:
+                    continue
+                number = self.register([digest])[digest]
             # Also one that nothing was published of: headers of a writer that was killed may be on the disk.
             cleared.append(digest)
-            had_pages += int(self.memory.identities[number, WRITTEN])
-            self._clear(number, now)
+            if number >= 0:
+                identity = self.memory.identities[number]
+                had_pages += int(identity[WRITTEN])
+                identity[WRITTEN] = identity[HITS] = identity[LAST] = 0
+                identity[CLEARED] = now
+                identity[GENERATION] += 1
         return [EVERY] if digests is None and (cleared or not self.rebuilt) else cleared, had_pages
-
-    def clear_what_came(self, digests: Sequence[bytes], moment: int) -> None:
-        """clear() did not know these identities at ``moment`` (milliseconds), and it is noted on the disk now."""
-        known = self.numbers
-        for digest in digests:
-            number = known.get(digest)
-            if number is not None and self.memory.identities[number, CLEARED] < moment:
-                self._clear(number, moment)
-
-    def _clear(self, number: int, moment: int) -> None:
-        identity = self.memory.identities[number]
-        identity[WRITTEN] = identity[HITS] = identity[LAST] = 0
-        identity[CLEARED] = moment
-        identity[GENERATION] += 1
 
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
@@ -423,12 +413,6 @@ class SlabIndex:
                             of_all = int(self.memory.header[index_words.ALL_CLEARED])
                             identity[CLEARED] = max(cleared[digest], of_all)
                 known = self.numbers
-            if not self.rebuilt:
-                # A clear() may have been noted while the lock was waited for.
-                for digest in missing:
-                    if (number := known.get(digest, -1)) >= 0:
-                        identity = self.memory.identities[number]
-                        identity[CLEARED] = max(int(identity[CLEARED]), self._cleared_at(digest))
         return {digest: known.get(digest, -1) for digest in digests}
 
     @property

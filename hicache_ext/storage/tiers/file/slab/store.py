@@ -555,8 +555,6 @@ class SlabStore(PathStore):
                 except OSError as error:
                     self._count_error(error)
                     failed = error
-        # A rebuild that read the notes before has made it known meanwhile.
-        self._index.clear_what_came(cleared, moment)
         if failed is not None:
             raise ClearLaterError(str(failed))
 
