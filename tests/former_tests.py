@@ -44,6 +44,11 @@ FORMER = {
     ),
     "test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up_after_three": (
         "-> test_a_layer_that_the_driver_fails_is_copied_by_the_original_and_the_engine_given_up"
+    "test_an_identity_nobody_has_heard_of_is_cleared_by_the_disk_alone_during_a_rebuild": (
+        "-> test_an_identity_nobody_has_heard_of_is_cleared_while_a_rebuild_may_find_its_pages"
+    ),
+    "test_an_identity_whose_pages_went_with_their_slab_has_none": (
+        "pages of an identity are not counted: it had pages if some were written since it was cleared last"
     ),
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"

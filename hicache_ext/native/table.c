@@ -4,7 +4,7 @@
  *   rows        a row per slot; what is true
  *   sets        a hash table of the pages, WAYS entries a set; an entry counts only if the row it names says the same
  *   header      counts, the clock, the measured reuse distance, the policy
- *   identities  a row for each namespace of pages: its generation, and how many pages it has, about
+ *   identities  a row for each namespace of pages: its generation, and when it was cleared
  *   ghosts      facts about pages that were evicted
  *   events      uses that the miniatures have yet to look at: a ring
  *   small, entries: what the miniatures know
@@ -42,8 +42,8 @@ enum { SETS = 3, REMEMBERED, INSERTS = 11, DISTANCE_SUM, REUSES, POLICY, TO_RANK
 
 /* Of a slab; of an identity. */
 enum { SLAB_NUMBER, SLOTS = 2, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF, SLAB_WORDS, READY = 2 };
-enum { GENERATION = 2, CLEARED, WRITTEN = 6, PAGES, INDEX_IDENTITY_WORDS };
-enum { WAYS = 16, HITS_BITS = 3, MOST_DEPTH = 65535, DEPTH_BITS = 16, CLOCK_SHIFT = 19, ROW_BITS = 40 };
+enum { GENERATION = 2, CLEARED, WRITTEN = 6, INDEX_IDENTITY_WORDS = 8 };
+enum { LOOKS = 4, WAYS = 16, HITS_BITS = 3, MOST_DEPTH = 65535, DEPTH_BITS = 16, CLOCK_SHIFT = 19, ROW_BITS = 40 };
 enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
 #define ROW_MASK ((INT64_C(1) << ROW_BITS) - 1)
 #define TAG_MASK ((INT64_C(1) << 23) - 1)
@@ -184,7 +184,8 @@ static inline int64_t row_in(int64_t entry) { return (entry & ROW_MASK) - 1; }
 /* The power of two of which there are so many sets and up to as many more. */
 static inline int64_t level_of(int64_t sets) { return (int64_t)(UINT64_C(1) << (63 - __builtin_clzll((uint64_t)sets | 1))); }
 
-/* Linear hashing: sets are added one by one, and one that is added takes its entries from one other. */
+/* Linear hashing: sets are added in order, each as a copy of the one whose pages fall to both from then on (add_sets in
+ * index_words.py). Entries of the other one's pages are stale. */
 static inline int64_t *set_of(const struct table *table, uint64_t word)
 {
     int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = level_of(sets);
@@ -198,17 +199,22 @@ static inline int64_t *set_of(const struct table *table, uint64_t word)
 static int64_t row_of(const struct table *table, int64_t hash, int64_t number, int64_t state)
 {
     uint64_t word = mixed(hash, number);
-    const int64_t *set = set_of(table, word);
-    for (int way = 0; way < WAYS; way++) {
-        int64_t entry = load(set + way);
-        if (entry >> ROW_BITS != tag_of(word))
-            continue;
-        int64_t row = row_in(entry);
-        if (has_row(table, row) && state_of(row_at(table, row)) == state && load(row_at(table, row) + HASH) == hash)
-            return row;
+    for (int look = 0; look < LOOKS; look++) {
+        int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE);
+        const int64_t *set = set_of(table, word);
+        for (int way = 0; way < WAYS; way++) {
+            int64_t entry = load(set + way);
+            if (entry >> ROW_BITS != tag_of(word))
+                continue;
+            int64_t row = row_in(entry);
+            if (has_row(table, row) && state_of(row_at(table, row)) == state && load(row_at(table, row) + HASH) == hash)
+                return row;
+        }
+        /* Where sets were added meanwhile its entry may be in another one. */
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (load(table->header + SETS) == sets)
+            break;
     }
-    /* Whoever has missed an entry that grow_sets has moved sees SETS changed. */
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return -1;
 }
 
@@ -238,10 +244,8 @@ static inline int64_t row_behind(const struct table *table, int64_t hash, int64_
 /* Forget a page and free its slot. Its entry counts no more. */
 static void free_page(const struct table *table, int64_t at)
 {
-    int64_t *row = row_at(table, at), state = load(row + STATE);
+    int64_t *row = row_at(table, at);
     add(tenant_pages(table, row), -1);
-    if (is_current(table, state))
-        add(identity_at(table, state >> NUMBER_SHIFT) + PAGES, -1);
     store(row + STATE, FREE);
 }
 
@@ -254,7 +258,7 @@ static int64_t enter(const struct table *table, uint64_t word, int64_t row)
         int64_t entry = load(set + way), other = row_in(entry);
         const int64_t *of = row_at(table, has_row(table, other) ? other : row);
         bool stale = !has_row(table, other) || other == row || !is_page(load(of + STATE)) ||
-                     entry_for(mixed_of(of), other) != entry;
+                     entry_for(mixed_of(of), other) != entry || set_of(table, mixed_of(of)) != set;
         if (stale || way == 0 || load(of + PRIORITY) < lowest) {
             chosen = way;
             lowest = load(of + PRIORITY);
@@ -268,40 +272,6 @@ static int64_t enter(const struct table *table, uint64_t word, int64_t row)
         return 0;
     free_page(table, lost);
     return 1;
-}
-
-struct grow_sets {
-    const struct table *table;
-    int64_t wanted;
-};
-
-/* Use so many sets. An entry is in its new set before it leaves the old one; a look-up that finds nothing looks again
- * if SETS has changed. Under the lock. Returns the number of sets. */
-PUBLIC int64_t hicache_grow_sets(const struct grow_sets *call)
-{
-    const struct table *table = call->table;
-    int64_t *header = table->header;
-    for (int64_t new = most(1, load(header + SETS)); new < least(call->wanted, table->set_count); new++) {
-        int64_t level = level_of(new), old = new - level;
-        int64_t *to = table->sets + new * WAYS, *from = table->sets + old * WAYS, moved[WAYS];
-        int count = 0;
-        for (int way = 0; way < WAYS; way++)
-            store(to + way, 0);
-        for (int way = 0; way < WAYS; way++) {
-            int64_t entry = load(from + way), row = row_in(entry);
-            if (has_row(table, row) && (int64_t)(mixed_of(row_at(table, row)) & (uint64_t)(2 * level - 1)) == new) {
-                store(to + count, entry);
-                moved[count++] = row;
-            }
-        }
-        __atomic_store_n(header + SETS, new + 1, __ATOMIC_RELEASE);
-        __atomic_thread_fence(__ATOMIC_RELEASE);
-        for (int way = 0; way < WAYS; way++)
-            for (int other = 0; other < count; other++)
-                if (row_in(load(from + way)) == moved[other])
-                    store(from + way, 0);
-    }
-    return load(header + SETS);
 }
 
 /* -- looking up ---------------------------------------------------------------------------------------------------- */
@@ -584,8 +554,7 @@ PUBLIC int64_t hicache_take_free(const struct take_free *call)
 /* Of a caller that writes for a tenant. A tenant keeps so many pages whoever else writes. */
 struct tenancy {
     int64_t shares[TENANTS];
-    int64_t evicted[TENANTS]; /* So many more pages of each were evicted. */
-    int64_t writer;           /* Its number, -1: nobody's. */
+    int64_t writer; /* Its number, -1: nobody's. */
 };
 
 /* A tenant's pages up to its share are NO_PAGE for others, and for itself the last to go. */
@@ -641,7 +610,7 @@ struct evict {
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
-    struct tenancy *tenancy = (struct tenancy *)call->tenancy.at;
+    const struct tenancy *tenancy = (const struct tenancy *)call->tenancy.at;
     int64_t pages = 0;
     for (int64_t position = 0; position < call->victims.count; position++) {
         int64_t at = call->victims.at[position], *row = row_at(table, at);
@@ -653,8 +622,6 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
         }
         if (rank != AT_ONCE) {
             remember(table, row);
-            if (tenancy != NULL)
-                tenancy->evicted[tenant_of(row)]++;
             pages++;
         }
         if (is_page(load(row + STATE)))
@@ -664,73 +631,20 @@ PUBLIC int64_t hicache_evict(const struct evict *call)
     return pages;
 }
 
-struct evict_beside {
+struct find {
     const struct table *table;
-    struct words hashes, states; /* Of pages that are gone. */
-    struct words beside;         /* By number of an identity: those of its companions, up to a -1. */
-    int64_t beside_width;
-    struct words needed; /* By number of a companion: those of which it needs one, up to a -1. */
-    int64_t needed_width;
-    int64_t oldest;     /* Pages written before it (milliseconds) are not evicted here: they expire. */
-    struct words freed; /* Receives the rows, as many as it has places for. */
+    struct words hashes; /* Of pages of one identity, which has this number. */
+    int64_t number;
+    struct words rows; /* Receives the row of each, -1 where there is none. */
 };
 
-/* Whether none of the pages that a companion's page with this HASH needs is there. */
-static bool is_lost(const struct evict_beside *call, int64_t companion, int64_t hash)
+/* Find pages by HASH alone. Under the lock. Returns how many there are. */
+PUBLIC int64_t hicache_find(const struct find *call)
 {
-    if (companion >= call->needed.count)
-        return false;
-    const int64_t *needed = call->needed.at + companion * call->needed_width;
-    for (int64_t place = 0; place < call->needed_width && needed[place] >= 0; place++)
-        if (row_of(call->table, hash, needed[place], state_for(call->table, needed[place])) >= 0)
-            return false;
-    return true;
-}
-
-/* Under the hash of each page that is gone, evict its companions (states, indexer keys, drafts) unless a page that they
- * need is still there. Pages of identities that were cleared are skipped. Under the lock. Returns how many. */
-PUBLIC int64_t hicache_evict_beside(const struct evict_beside *call)
-{
-    const struct table *table = call->table;
-    int64_t count = 0;
+    int64_t count = 0, state = state_for(call->table, call->number);
     for (int64_t of = 0; of < call->hashes.count; of++) {
-        int64_t state = call->states.at[of], hash = call->hashes.at[of];
-        int64_t number = state >> NUMBER_SHIFT & (table->identity_count - 1);
-        if (!is_page(state) || number >= call->beside.count || !is_current(table, state))
-            continue;
-        const int64_t *beside = call->beside.at + number * call->beside_width;
-        for (int64_t way = 0; way < call->beside_width && beside[way] >= 0 && count < call->freed.count; way++) {
-            int64_t row = row_of(table, hash, beside[way], state_for(table, beside[way]));
-            if (row < 0 || is_expired(table, row_at(table, row), call->oldest) || !is_lost(call, beside[way], hash))
-                continue;
-            remember(table, row_at(table, row));
-            free_page(table, row);
-            call->freed.at[count++] = row;
-        }
-    }
-    return count;
-}
-
-struct seize {
-    const struct table *table;
-    struct words found;      /* Rows; one may be -1, and becomes -1 where there is no page. */
-    int64_t pending, ticket; /* As for take_free. */
-};
-
-/* Make pages pending, whose slots the caller frees once their headers are gone. Under the lock. Returns their number. */
-PUBLIC int64_t hicache_seize(const struct seize *call)
-{
-    int64_t count = 0;
-    for (int64_t position = 0; position < call->found.count; position++) {
-        int64_t at = call->found.at[position];
-        if (!has_row(call->table, at) || !is_page(load(row_at(call->table, at) + STATE))) {
-            call->found.at[position] = -1;
-            continue;
-        }
-        free_page(call->table, at);
-        store(row_at(call->table, at) + HASH, call->ticket);
-        store(row_at(call->table, at) + STATE, call->pending);
-        count++;
+        call->rows.at[of] = row_of(call->table, call->hashes.at[of], call->number, state);
+        count += call->rows.at[of] >= 0;
     }
     return count;
 }
@@ -744,7 +658,6 @@ static int64_t make_page(const struct table *table, int64_t at, int64_t state, i
     __atomic_store_n(row_at(table, at) + STATE, state, __ATOMIC_RELEASE);
     int64_t lost = enter(table, mixed(hash, number), at);
     store(identity_at(table, number) + WRITTEN, 1);
-    add(identity_at(table, number) + PAGES, 1);
     add(tenant_pages(table, row_at(table, at)), 1);
     return lost;
 }
@@ -972,11 +885,7 @@ static int64_t place_for(const struct table *table, int64_t of_set, int64_t hash
 /* The lowest rank that so many of these are not above. */
 static int64_t kth_lowest(const int64_t *ranks, int64_t count, int64_t which)
 {
-    int64_t low = ranks[0], high = ranks[0];
-    for (int64_t of = 1; of < count; of++) {
-        low = least(low, ranks[of]);
-        high = most(high, ranks[of]);
-    }
+    int64_t low = INT64_MIN, high = INT64_MAX;
     while (low < high) {
         int64_t middle = (low & high) + ((low ^ high) >> 1), below = 0; /* The mean, without an overflow. */
         for (int64_t of = 0; of < count; of++)

@@ -192,7 +192,7 @@ class RawSlots:
                 assert slab is not None
                 self._directory.create_slab_files(slab)
                 index.finish_slab(slab)
-            (size, *_) = index.view().slots
+            (size, *_) = index.view().of_size
             (row,) = index.take(size, 1, ticket, 0, np.empty(0, np.int64), evicting=True)[0].tolist()
         (slab_number,), (slot,) = (column.tolist() for column in index.places_of(np.array([row])))
         slot_size = index.view().slabs[slab_number].slot_size

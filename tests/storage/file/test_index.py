@@ -19,7 +19,7 @@ from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import EVERY, SlabIndex, milliseconds
-from hicache_ext.storage.tiers.file.slab.index_words import CREATED, HASH, HITS, LAST, PAGES
+from hicache_ext.storage.tiers.file.slab.index_words import CREATED, HASH, HITS, LAST, WRITTEN
 from tests.rigs.bare_index import counts, new_index_in
 from tests.storage.file.indexes import (
     CAPACITY,
@@ -177,7 +177,7 @@ class Model(RuleBasedStateMachine):
             chain = keys_of(range(90), identity)
             there = self.index.contains(chain)
             assert self.index.count_leading(chain) == [*there, False].index(False)
-            assert self.index.memory.identities[self.index.number_of(identity)[0], PAGES] == sum(there)
+            assert self.index.memory.identities[self.index.number_of(identity)[0], WRITTEN] >= any(there)
         pages = index_words.PAGE
         current = sum(int((states(self.index, slab) == pages).sum()) for slab in self.index.view().slabs.values())
         assert counts(self.index)["pages"] == len(found) <= current
@@ -273,13 +273,6 @@ def test_pages_of_a_slab_that_was_dropped_are_gone_before_its_files_are(index: S
     add_slab(index)
     assert store(index, keys) == [1] * 20
     assert index.clear([A])[1] == 1
-
-
-def test_an_identity_whose_pages_went_with_their_slab_has_none(index: SlabIndex) -> None:
-    slab = add_slab(index)
-    store(index, keys_of(range(20)))
-    index.drop_slab(slab)
-    assert index.clear([A])[1] == 0
 
 
 def test_a_slab_that_is_forgotten_twice_leaves_the_next_one_in_its_rows_alone(index: SlabIndex) -> None:
@@ -439,10 +432,12 @@ def test_a_cleared_identity_is_listed_again_once_it_is_written(index: SlabIndex)
     assert index.identities() == [A]
 
 
-def test_an_identity_nobody_has_heard_of_is_cleared_by_the_disk_alone_during_a_rebuild(index: SlabIndex) -> None:
+def test_an_identity_nobody_has_heard_of_is_cleared_while_a_rebuild_may_find_its_pages(index: SlabIndex) -> None:
     assert index.clear([A]) == ([], 0)
     index.memory.header[index_words.REBUILT] = 0
+    begun = milliseconds()
     assert index.clear([A]) == ([A], 0)
+    assert index.memory.identities[index.register([A])[A], index_words.CLEARED] >= begun
 
 
 def test_what_was_cleared_of_all_during_a_rebuild_stays_cleared_when_it_is_found(index: SlabIndex) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,6 @@ class Companions:
         """Reads nothing yet."""
         self._path = path
         self._lock = threading.Lock()
-        self._identities: Collection[bytes] = ()
         self._known: dict[bytes, Facts | None] = {}
         """None: without a document that says enough."""
         self._looked = 0.0
@@ -90,13 +89,11 @@ class Companions:
 
     def of(self, identities: Collection[bytes]) -> Mapping[bytes, Sequence[bytes]]:
         """For each identity of KV those whose pages need its pages. Reads documents of new identities, a few a call.
-        ``identities``: another object where there are more than before. Answers with the same object as before where
-        nothing is new."""
+        ``identities`` are only added. Answers with the same object as before where nothing is new."""
         with self._lock:
             again = time.monotonic() - self._looked >= _MISSING_INTERVAL
-            if identities is not self._identities or again:
+            if len(identities) > len(self._known) or again:
                 new = [digest for digest in identities if digest not in self._known]
-                self._identities = identities if len(new) <= _AT_ONCE else ()
                 if again:
                     self._looked = time.monotonic()
                     new += [digest for digest, facts in self._known.items() if facts is None]
@@ -254,7 +251,7 @@ class SlotAllocator:
         tenancy: Words | None,
         before: bytes | None,
     ) -> None:
-        below = tenancy if tenancy is not None and self._index.is_below_share(tenancy) else None
+        is_below = tenancy is not None and self._index.is_below_share(tenancy)
         spared = self._spared()
         self._index.go_together(self._companions.of(self._index.numbers))
         with self._times_lock:
@@ -264,10 +261,10 @@ class SlotAllocator:
             slabs = self._index.view().changes
             left, disk_full = wanted - len(taken[slot_size]), time.monotonic() < self._disk_full_until
             evicting = disk_full or self._full.get(slot_size) == slabs
-            with nullcontext() if below is None else self._index.for_nobody(below):
-                rows, evicted = self._index.take(
-                    slot_size, left, ticket, oldest, spared, evicting=evicting, tenancy=tenancy, before=before
-                )
+            wants = slot_size, left, ticket, oldest, spared
+            rows, evicted = self._index.take(
+                *wants, evicting=evicting, tenancy=tenancy, for_nobody=is_below, before=before
+            )
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
             if evicted.pages:
@@ -282,9 +279,9 @@ class SlotAllocator:
                 elif growth is _Growth.FAILED or (growth is _Growth.DISK_FULL and found_full):
                     return
                 found_full = found_full or growth is _Growth.DISK_FULL
-            elif below is not None and not len(rows) and not evicted.slots:
+            elif is_below and not len(rows) and not evicted.slots:
                 # A tenant that has less than its share takes it back from pages that another one has leased.
-                below, spared = None, self._spared(leased=False)
+                is_below, spared = False, self._spared(leased=False)
             elif not len(rows) and not evicted.slots:
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
                 whatever = self._index.bound_behind(before, oldest) == NO_PAGE
@@ -316,7 +313,7 @@ class SlotAllocator:
 
     def look_after(self, slot_sizes: Sequence[int], oldest: int, tenancy: Words | None = None) -> None:
         """What is due now and then, after a write of pages with slots of these sizes. Raises IndexBusyError."""
-        if len(self._index.view().slots) > 1:
+        if len(self._index.view().of_size) > 1:
             for slot_size in slot_sizes:
                 if self._evicted_since_reclaim[slot_size]:
                     self._reclaim(slot_size, oldest, tenancy, needed=False)

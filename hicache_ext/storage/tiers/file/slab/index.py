@@ -1,8 +1,8 @@
 """Which page is in which slot: the index of one directory, shared by all processes on it.
 
 It is memory (index_memory.py), changed under a lock that is waited for at most a second (``ChangeLock``), by steps none
-of which leaves anything to be repaired. A look-up takes no lock and no system call, nor does clearing an identity: that
-raises its generation, and its pages are out of reach at once. Reasons: docs/decisions/slabs.md.
+of which leaves anything to be repaired. A look-up takes no lock and no system call, nor does clearing a known identity:
+that raises its generation, and its pages are out of reach at once. Reasons: docs/decisions/slabs.md.
 """
 
 from __future__ import annotations
@@ -97,16 +97,13 @@ EVERY = b""
 """In place of a digest: all identities."""
 IN_USE = (READY, SCANNING)
 """SLAB_STATE of the slabs whose pages can be looked up."""
-_MOST_COMPANIONS = 64
-"""Of one identity: more than ranks and pools of a server on one machine."""
-_AT_ONCE_BESIDE = 1 << 11
+_AT_ONCE_BESIDE = 1 << 12
 """Pages looked for beside those that went, under the lock at once."""
 _COMING_AND_GOING = 4
 """Pages that may come or go while rows are counted, for each insert of that time."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
 _NO_ROWS: Words = np.empty((0, index_words.ROW_WORDS), np.int64)
-_NO_TABLE: Words = np.empty((0, 0), np.int64)
 
 
 def milliseconds() -> int:
@@ -129,8 +126,6 @@ class View:
     """Where each of ``by_first`` is in the table."""
     of_size: Mapping[int, Words]
     """Slot size -> positions in the table, by number."""
-    slots: Mapping[int, int]
-    """Slot size -> number of slots."""
     capacity: int
     """Slots of all sizes, at least 1."""
     ghosts: int
@@ -183,10 +178,10 @@ class SlabIndex:
         it for itself."""
         self._numbers: dict[bytes, Words] = {}
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
-        self._beside: Words = _NO_TABLE
-        """By number of an identity of KV: the numbers of its companions, up to a -1."""
-        self._needed: Words = _NO_TABLE
-        """By number of a companion: those of the identities of KV, up to a -1, of which it needs one."""
+        self._beside: Mapping[int, Sequence[int]] = {}
+        """By number of an identity of KV: the numbers of its companions."""
+        self._needed: Mapping[int, Sequence[int]] = {}
+        """By number of a companion: those of the identities of KV of which it needs one."""
         self._tickets = itertools.count(random.getrandbits(62))
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -248,14 +243,13 @@ class SlabIndex:
         slabs = {slab.number: slab for slab in slabs_of(table[there])}
         sizes = table[there, SLOT_SIZE]
         of_size = {int(size): np.ascontiguousarray(there[sizes == size]) for size in np.unique(sizes)}
-        slots = {size: int(table[positions, SLOTS].sum()) for size, positions in of_size.items()}
         positions = there[table[there, FIRST].argsort()]
-        capacity = max(1, sum(slots.values()))
+        capacity = max(1, int(table[there, SLOTS].sum()))
         ghosts = min(eviction.ghost_limit(capacity), self.memory.ghosts.shape[1] * index_words.WAYS // 2)
         by_first = np.ascontiguousarray(table[positions])
         rows = int((by_first[:, FIRST] + by_first[:, SLOTS]).max(initial=0))
         sampled = index_words.sampled_of(capacity)
-        return View(changes, slabs, table, by_first, positions, of_size, slots, capacity, ghosts, sampled, rows)
+        return View(changes, slabs, table, by_first, positions, of_size, capacity, ghosts, sampled, rows)
 
     def note_hits(self, found: SlotReferences, keys: Sequence[bytes], hits: int) -> None:
         """So many of these pages were read. ``found``: pages of a chain that were used and may rank higher for it."""
@@ -362,20 +356,17 @@ class SlabIndex:
             of_kv: dict[int, list[int]] = {}
             needed: dict[int, list[int]] = {}
             for digest, others in companions.items():
-                for other in others[:_MOST_COMPANIONS]:
+                for other in others:
                     if digest in numbers and other in numbers:
                         of_kv.setdefault(numbers[digest], []).append(numbers[other])
                         needed.setdefault(numbers[other], []).append(numbers[digest])
-            # One that too many need is kept until it is cold itself.
-            many = {number for number, kv in needed.items() if len(kv) > _MOST_COMPANIONS}
-            of_kv = {number: [other for other in others if other not in many] for number, others in of_kv.items()}
-            needed = {number: kv for number, kv in needed.items() if number not in many}
-            self._companions, self._needed, self._beside = companions, _table(needed), _table(of_kv)
+            self._companions, self._needed, self._beside = companions, needed, of_kv
 
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
-        the disk ([EVERY] for all), and how many had pages. Without a lock: a write that is under way may count or
-        not."""
+        the disk ([EVERY] for all), and how many have had pages since they were cleared last. Without a lock: a write
+        that is under way may count or not. With one, and raises IndexBusyError or OSError, for an identity whose pages
+        a rebuild may find yet."""
         now, cleared, had_pages = milliseconds(), [], 0
         if digests is None:
             # Before it looks who is known: register() does the same the other way round, and the rebuild has yet to see
@@ -385,29 +376,18 @@ class SlabIndex:
         for digest in list(known) if digests is None else digests:
             number = known.get(digest)
             if number is None:
-                if not self.rebuilt:
-                    # Pages of it may be found yet.
-                    cleared.append(digest)
-                continue
+                if self.rebuilt:
+                    continue
+                number = self.register([digest])[digest]
             # Also one that nothing was published of: headers of a writer that was killed may be on the disk.
             cleared.append(digest)
-            had_pages += int(self.memory.identities[number, index_words.PAGES] > 0)
-            self._clear(number, now)
+            if number >= 0:
+                identity = self.memory.identities[number]
+                had_pages += int(identity[WRITTEN])
+                identity[WRITTEN] = identity[HITS] = identity[LAST] = 0
+                identity[CLEARED] = now
+                identity[GENERATION] += 1
         return [EVERY] if digests is None and (cleared or not self.rebuilt) else cleared, had_pages
-
-    def clear_what_came(self, digests: Sequence[bytes], moment: int) -> None:
-        """clear() did not know these identities at ``moment`` (milliseconds), and it is noted on the disk now."""
-        known = self.numbers
-        for digest in digests:
-            number = known.get(digest)
-            if number is not None and self.memory.identities[number, CLEARED] < moment:
-                self._clear(number, moment)
-
-    def _clear(self, number: int, moment: int) -> None:
-        identity = self.memory.identities[number]
-        identity[WRITTEN] = identity[index_words.PAGES] = identity[HITS] = identity[LAST] = 0
-        identity[CLEARED] = moment
-        identity[GENERATION] += 1
 
     def register(self, digests: Sequence[bytes]) -> dict[bytes, int]:
         """The numbers of identities, new ones where they have none; -1 where there is no place for one. Raises
@@ -432,12 +412,6 @@ class SlabIndex:
                             of_all = int(self.memory.header[index_words.ALL_CLEARED])
                             identity[CLEARED] = max(cleared[digest], of_all)
                 known = self.numbers
-            if not self.rebuilt:
-                # A clear() may have been noted while the lock was waited for.
-                for digest in missing:
-                    if (number := known.get(digest, -1)) >= 0:
-                        identity = self.memory.identities[number]
-                        identity[CLEARED] = max(int(identity[CLEARED]), self._cleared_at(digest))
         return {digest: known.get(digest, -1) for digest in digests}
 
     @property
@@ -506,20 +480,9 @@ class SlabIndex:
         writer = int(tenancy[index_words.WRITER])
         return writer >= 0 and bool(self.memory.tenants[writer, index_words.TENANT_PAGES] < tenancy[writer])
 
-    @contextmanager
-    def for_nobody(self, tenancy: Words) -> Iterator[None]:
-        """In which the tenant that writes loses no page of its own within its share, either."""
-        writer = int(tenancy[index_words.WRITER])
-        tenancy[index_words.WRITER] = -1
-        try:
-            yield
-        finally:
-            tenancy[index_words.WRITER] = writer
-
     def tenants_of(self, rows: Words) -> Words:
         """How many of the pages in these rows are each tenant's."""
-        numbers = self.memory.rows[rows, index_words.LENGTH] >> index_words.TENANT_SHIFT & (index_words.TENANTS - 1)
-        return np.bincount(numbers, minlength=index_words.TENANTS)
+        return _tenants_in(self.memory.rows[rows])
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -537,19 +500,24 @@ class SlabIndex:
         *,
         evicting: bool,
         tenancy: Words | None = None,
+        for_nobody: bool = False,
         before: bytes | None = None,
     ) -> tuple[Words, Evicted]:
         """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
         evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
         hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
-        None: there are none). Raises IndexBusyError."""
+        None: there are none), and ``for_nobody`` those of the one that writes, too. Raises IndexBusyError."""
+        ranked_for = tenancy
+        if tenancy is not None and for_nobody:
+            ranked_for = tenancy.copy()
+            ranked_for[index_words.WRITER] = -1
         rows, done, gone = np.empty(wanted, np.int64), 0, [_NO_ROWS]
         freed = in_vain = 0
         of_size = self._taken_from(slot_size)
         wants_victims = evicting and len(of_size) and int(self.memory.slabs[of_size, FREE_SLOTS].sum()) < wanted
         if wants_victims:
             # Now, and not while others wait for the lock.
-            self._measured(of_size, slot_size, wanted, oldest, tenancy)
+            self._measured(of_size, slot_size, wanted, oldest, ranked_for)
         with self._changing():
             of_size = self._taken_from(slot_size)
             slabs = self.memory.slabs, self.view().table, of_size
@@ -565,12 +533,14 @@ class SlabIndex:
                 # Pages that stay may be the coldest: then look at more and more, and take no more.
                 need = wanted - done
                 looked = need << 3 * in_vain
-                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, gone, tenancy, bound)
+                freed += self._evict(of_size, slot_size, need, looked, oldest, spared, gone, ranked_for, bound)
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
         pages = np.concatenate(gone)
         count = len(pages)
+        if tenancy is not None:
+            tenancy[index_words.EVICTED :] += _tenants_in(pages)
         if count:
             hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
             count += self._evict_beside(hashes, states, oldest)
@@ -681,9 +651,14 @@ class SlabIndex:
                 pairs = zip(now, found.positions.tolist(), strict=True)
                 wanted &= np.array([seal.tobytes() == seals[position] for seal, position in pairs], bool)
             found = found.select(wanted)
-            rows = np.ascontiguousarray(found.rows)
-            self.memory.table.seize(rows, self._pending, ticket)
-        return found.select(rows >= 0)
+            self._seize(found.rows, ticket)
+        return found
+
+    def _seize(self, rows: Words, ticket: int) -> None:
+        """Make pages pending under this ticket. Under the lock."""
+        self.memory.tenants[:, index_words.TENANT_PAGES] -= self.tenants_of(rows)
+        self.memory.rows[rows, STATE] = self._pending
+        self.memory.rows[rows, index_words.HASH] = ticket
 
     def seize_dated_after(self, moment: int, ticket: int) -> Iterator[tuple[Slab, Words]]:
         """Take the slots of cleared pages that are dated after ``moment`` (milliseconds), by a clock that was ahead of
@@ -695,8 +670,8 @@ class SlabIndex:
                     continue
                 with self._changing():
                     late = begin + self._cleared_after(rows, moment)
-                    self.memory.table.seize(late, self._pending, ticket)
-                yield slab, late[late >= 0]
+                    self._seize(late, ticket)
+                yield slab, late
 
     def _cleared_after(self, rows: Words, moment: int) -> Words:
         states = rows[:, STATE].copy()
@@ -787,23 +762,34 @@ class SlabIndex:
         return stay
 
     def _evict_beside(self, hashes: Words, states: Words, oldest: int) -> int:
-        """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone; how many. A few
-        at a time under the lock; what it is too late for ages by itself."""
-        beside, needed = self._beside, self._needed
-        if not beside.size:
+        """Evict what is of no use without pages that had these HASH and STATE, as far as they are gone and were not
+        cleared; how many. A few at a time under the lock; what it is too late for ages by itself."""
+        if not self._beside:
             return 0
-        step = max(1, _AT_ONCE_BESIDE // beside.shape[1])
-        freed, count = np.empty(step * beside.shape[1], np.int64), 0
+        count, numbers = 0, states >> index_words.NUMBER_SHIFT
+        current = index_words.is_current(self.memory.identities, states)
         with suppress(IndexBusyError):
-            for begin in range(0, len(hashes), step):
-                some = hashes[begin : begin + step], states[begin : begin + step]
-                of_companions = *some, beside, beside.shape[1], needed, needed.shape[1]
-                with self._changing():
-                    here = self.memory.table.evict_beside(*of_companions, oldest, freed)
-                    if here:
-                        self._may_be_free(freed[:here])
-                count += here
+            for number in self._beside.keys() & numbers[current].tolist():
+                of_kv = hashes[current & (numbers == number)]
+                for other in self._beside[number]:
+                    needed = self._needed[other]
+                    step = max(1, _AT_ONCE_BESIDE // (len(needed) + 1))
+                    for begin in range(0, len(of_kv), step):
+                        with self._changing():
+                            lost = of_kv[begin : begin + step]
+                            for kv in needed:
+                                lost = lost[self._rows_with(lost, kv) < 0]
+                            rows = self._rows_with(lost, other)
+                            rows = rows[rows >= 0]
+                            count += self.memory.table.evict(rows, oldest, None)
+                            self._may_be_free(rows)
         return count
+
+    def _rows_with(self, hashes: Words, number: int) -> Words:
+        """The rows of the pages of this identity with these HASHes, -1 where there is none. Under the lock."""
+        rows = np.empty(len(hashes), np.int64)
+        self.memory.table.find(hashes, number, rows)
+        return rows
 
     def _ranges(self, of_size: Words, begin: int, count: int, together: int) -> Iterator[Words]:
         """The rows of ``count`` slots from number ``begin`` on, of all of a size: of each slab, whole groups."""
@@ -918,10 +904,10 @@ class SlabIndex:
 
     def grow_sets(self) -> None:
         """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
-        wanted = self._sets_wanted()
-        for sets in range(max(0, int(self.memory.header[index_words.SETS])), wanted, _STEP):
+        header, wanted = self.memory.header, self._sets_wanted()
+        for sets in range(max(0, int(header[index_words.SETS])), wanted, _STEP):
             with self._changing():
-                self.memory.table.grow_sets(min(wanted, sets + _STEP))
+                index_words.add_sets(header, self.memory.sets, min(wanted, sets + _STEP))
 
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
@@ -1002,9 +988,6 @@ class SlabIndex:
         hashes, states = rows[pages, index_words.HASH], rows[pages, STATE]
         of_tenants = self.tenants_of(slab.first_row + pages)
         self.memory.forget_rows(slab.first_row, slab.slots)
-        identities = self.memory.identities
-        numbers = states[index_words.is_current(identities, states)] >> index_words.NUMBER_SHIFT
-        np.subtract.at(identities[:, index_words.PAGES], numbers & (len(identities) - 1), 1)
         self.memory.tenants[:, index_words.TENANT_PAGES] -= of_tenants
         return hashes, states
 
@@ -1134,6 +1117,12 @@ class SlabIndex:
             yield
 
 
+def _tenants_in(rows: Words) -> Words:
+    """How many of these rows are each tenant's."""
+    numbers = rows[:, index_words.LENGTH] >> index_words.TENANT_SHIFT & (index_words.TENANTS - 1)
+    return np.bincount(numbers, minlength=index_words.TENANTS)
+
+
 def _are_among(hashes: Words, others: Words) -> npt.NDArray[np.bool_]:
     """Which of these are in ``others`` (sorted)."""
     at = others.searchsorted(hashes)
@@ -1162,14 +1151,6 @@ def _by_position(found: SlotReferences) -> Words:
     rows = np.full(behind, -1, np.int64)
     rows[found.positions] = found.rows
     return rows
-
-
-def _table(lists: Mapping[int, Sequence[int]]) -> Words:
-    """A row for each number up to the largest, each ended by -1 or full."""
-    table = np.full((max(lists, default=-1) + 1, max(map(len, lists.values()), default=0)), -1, np.int64)
-    for number, numbers in lists.items():
-        table[number, : len(numbers)] = numbers
-    return table
 
 
 def slabs_of(rows: Words) -> list[Slab]:

@@ -44,7 +44,7 @@ from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
-INDEX_FORMAT = 0x68696361 << 8 | 15
+INDEX_FORMAT = 0x68696361 << 8 | 16
 """Processes of another format cannot share an index; they have a directory of their own then (layouts.py)."""
 
 _BLOCK = 4096

@@ -85,20 +85,19 @@ perhaps; where free ones are looked for; the member that makes or drops it."""
 SLAB_WORDS = 8
 NO_SLAB, MAKING, READY, SCANNING, DROPPING = range(5)
 
-DIGEST, _SECOND_OF_DIGEST, GENERATION, CLEARED, HITS, LAST, WRITTEN, PAGES = range(8)
+DIGEST, _SECOND_OF_DIGEST, GENERATION, CLEARED, HITS, LAST, WRITTEN = range(7)
 """Words of an identity: two of its digest; its generation; pages written up to then (milliseconds) were cleared; pages
-hit, and when last (seconds); whether pages were written since it was cleared; how many there are, about: a kill
-may make it wrong."""
+hit, and when last (seconds); whether pages were written since it was cleared."""
 IDENTITY_WORDS = 8
 
 TENANT_NAME, TENANT_PAGES = range(2)
 """Words of a tenant: 64 bits of the digest of its name, 0 for none; how many pages it has, of all identities, cleared
 ones included; a kill may make it wrong by one. Number 0 is the default tenant."""
 TENANTS, TENANT_WORDS, TENANT_SHIFT = 64, 2, 32
-EVICTED, WRITER = TENANTS, 2 * TENANTS
-"""Of a tenancy, which says for whom slots are taken: behind the slots that are each tenant's share, pages evicted of
-each, and the number of the one that writes, -1 for nobody."""
-TENANCY_WORDS = WRITER + 1
+WRITER, EVICTED = TENANTS, TENANTS + 1
+"""Of a tenancy, which says for whom slots are taken: behind the slots that are each tenant's share, the number of the
+one that writes, -1 for nobody; and pages evicted of each."""
+TENANCY_WORDS = EVICTED + TENANTS
 COUNTS = 4 + TENANTS
 
 WAYS = 16
@@ -281,6 +280,16 @@ def are_remembered(identities: Words, ghosts: Words, keys: Words, numbers: Words
     return remembered
 
 
+def add_sets(header: Words, sets: Words, wanted: int) -> None:
+    """Use so many sets. Each one that is added begins as a copy of the one whose pages fall to both from then on
+    (``set_of`` in C), so a look-up finds them in either one. Under the lock."""
+    while (begin := max(1, int(header[SETS]))) < min(wanted, len(sets)):
+        level = 1 << begin.bit_length() - 1
+        end = min(wanted, len(sets), 2 * level)
+        sets[begin:end] = sets[begin - level : end - level]
+        header[SETS] = end
+
+
 def slabs_with(slabs: Words, rows: Words) -> Words:
     """The positions of the slabs that have these rows; -1 for none. ``slabs``: by FIRST."""
     of = np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
@@ -290,8 +299,6 @@ def slabs_with(slabs: Words, rows: Words) -> Words:
 
 
 # -- what is done in C -------------------------------------------------------------------------------------------------
-
-_LOOKS = 4
 
 
 def _function(function: str, fields: str) -> Callable[..., int]:
@@ -323,52 +330,26 @@ class Table(Arguments):
         "row_count set_count identity_count ghost_sets event_count entry_sets"
     )
 
-    def __init__(
-        self,
-        rows: Words,
-        sets: Words,
-        header: Words,
-        identities: Words,
-        ghosts: Words,
-        events: Words,
-        small: Words,
-        entries: Words,
-        tenants: Words,
-    ) -> None:
-        parts = rows, sets, header, identities, ghosts, events, small, entries, tenants
+    def __init__(self, *parts: Words) -> None:
+        """``parts`` are those of the first fields."""
+        rows, sets, _, identities, ghosts, events, _, entries, _ = parts
         lengths = len(rows), len(sets), len(identities), ghosts.shape[1], len(events), entries.shape[1]
         super().__init__(*map(address, parts), *lengths)
         self.core = native.needed()
         self.address = ctypes.addressof(self)
         self._parts = parts
-        self._header = header
 
-    _locate = _function("hicache_locate", "keys[] numbers[] oldest slabs[] located[]")
+    locate = _function("hicache_locate", "keys[] numbers[] oldest slabs[] located[]")
     touch = _function("hicache_touch", "chain[] capacity sampled")
     rank_again = _function("hicache_rank_again", "capacity most")
     learn = _function("hicache_learn", "capacity sampled most")
-    grow_sets = _function("hicache_grow_sets", "wanted")
     take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket taken[]")
     ranks = _function("hicache_ranks", "rows[] oldest tenancy[] ranks[]")
     evict = _function("hicache_evict", "victims[] oldest tenancy[]")
-    evict_beside = _function(
-        "hicache_evict_beside", "hashes[] states[] beside[] beside_width needed[] needed_width oldest freed[]"
-    )
-    seize = _function("hicache_seize", "found[] pending ticket")
+    find = _function("hicache_find", "hashes[] number rows[]")
     publish = _function(
         "hicache_publish",
         "keys[] numbers[] positions[] taken[] lengths[] pending ticket "
         "created oldest capacity ghost_limit sampled tenant published[]",
     )
     adopt = _function("hicache_adopt", "keys[] numbers[] lengths[] created[] seals[] first slot_size now")
-
-    def locate(self, keys: Words, numbers: Words, oldest: int, slabs: Words | None, located: Words | None) -> int:
-        """``hicache_locate``; once more where entries were moved to a new set meanwhile: some were looked for where
-        they are no more."""
-        found = 0
-        for _ in range(_LOOKS):
-            sets = self._header[SETS]
-            found = self._locate(keys, numbers, oldest, slabs, located)
-            if found >> FACTS == len(keys) or self._header[SETS] == sets:
-                break
-        return found

@@ -450,7 +450,7 @@ class SlabStore(PathStore):
         places = self._allocator.take(wanted, ticket, self._oldest(), tenancy, before)
         tenant = 0
         if tenancy is not None:
-            tenant, evicted = int(tenancy[index_words.WRITER]), tenancy[index_words.EVICTED : index_words.WRITER]
+            tenant, evicted = int(tenancy[index_words.WRITER]), tenancy[index_words.EVICTED :]
             self.metrics.add_many("tenant_evicted", self._by_name(evicted))
             evicted[:] = 0
         lacking = len(positions) - sum(map(len, places.values()))
@@ -555,8 +555,6 @@ class SlabStore(PathStore):
                 except OSError as error:
                     self._count_error(error)
                     failed = error
-        # A rebuild that read the notes before has made it known meanwhile.
-        self._index.clear_what_came(cleared, moment)
         if failed is not None:
             raise ClearLaterError(str(failed))
 
