@@ -174,40 +174,15 @@ def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far
     assert not near.inner.objects
 
 
-def opened_with_a_short_lifetime(near, far, lifetime):
-    store = open_tiers(near, far, prefetch_buffer=1 << 20, prefetch_lifetime=lifetime)
+def test_pages_that_came_too_late_leave_by_themselves_and_are_nearer_once_their_request_has_computed_them(near, far):
+    store = open_tiers(near, far, prefetch_buffer=1 << 20, prefetch_lifetime=0.2)
     store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
-    return store
-
-
-def test_pages_that_came_too_late_for_their_request_are_nearer_for_the_next(near, far):
-    store = opened_with_a_short_lifetime(near, far, 0.2)
     keys = page_keys(100)
     store_pages(far.inner, keys)
     assert store.count_leading(keys) == 100
     wait_until(lambda: far.metrics.value("prefetch", "wasted") == 100)
-    assert store.wait_until_written(30)
-    assert_hits(near.inner, keys)
     assert store.metrics.levels()["prefetch_buffer_bytes", ""] == 0
-    store.close()
-
-
-def test_pages_that_were_cleared_after_they_were_fetched_come_no_nearer(near, far):
-    """Cleared while a thread has taken them out of the buffer to give them away."""
-    store = opened_with_a_short_lifetime(near, far, 0.2)
-    keys = page_keys(8)
-    store_pages(far.inner, keys)
-    given = []
-    real = store._prefetcher._unread
-
-    def cleared_meanwhile(batch, announced):
-        store.clear(None)
-        given.extend(batch.keys)
-        real(batch, announced)
-
-    store._prefetcher._unread = cleared_meanwhile
-    store.count_leading(keys)
-    wait_until(lambda: len(given) == 8)
-    assert store.wait_until_written(30)
     assert not near.inner.objects
+    store_pages(store, keys)
+    assert_hits(near.inner, keys)
     store.close()

@@ -45,7 +45,7 @@ from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHan
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
 if TYPE_CHECKING:
-    from hicache_ext.storage.tiering.prefetch import Announced, Prefetcher, Staged
+    from hicache_ext.storage.tiering.prefetch import Prefetcher, Staged
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class TieredStore:
         if arrangement.only_tier is None and self._prefetcher is None:
             from hicache_ext.storage.tiering.prefetch import Prefetcher
 
-            self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
+            self._prefetcher = Prefetcher(settings, self._gate, self._metrics)
         if self._prefetcher is not None:
             self._prefetcher.configure(settings, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
@@ -352,13 +352,6 @@ class TieredStore:
         # Also those of a tier that is in use no more.
         if failed := [position for position in positions if read.results[position] is not GetResult.HIT]:
             self._walk(read, failed)
-
-    def _promote_unread(self, batch: PageBatch, announced: Announced) -> None:
-        """Pages that came too late for the request that they were fetched for [a thread of the prefetch]."""
-        arrangement = self._arrangement
-        target, outer = arrangement.promote_to, arrangement.retrieve[arrangement.inner_tiers :]
-        if target is not None and announced.source in outer:
-            target.promotions.offer(batch, range(len(batch)), announced.still_wanted)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
