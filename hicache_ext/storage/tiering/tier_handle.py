@@ -49,8 +49,7 @@ logger = logging.getLogger(__name__)
 ADMINISTRATION_WAIT = 2.0
 """Seconds for which clear(), to say what the store had, and register_identity() wait for the store. Not on SGLang's
 scheduler."""
-_ADMINISTRATION = Backoff(0.25, 10.0)
-_REMOVALS = Backoff(0.05, 2.0)
+_AGAIN = Backoff(0.1, 5.0)
 _WRITES_END = 0.01
 """Seconds before pages that are being written are looked at again."""
 _UNKNOWN = ("error", "timeout", "rejected", "failure")
@@ -95,8 +94,7 @@ class TierHandle(DelegatingStore):
         self._settings = settings = settings or TieringSettings()
         self.writes = WriteBehind(self, settings.store_buffer, queue="async", waits=True)
         self.promotions = WriteBehind(self, settings.promotion_buffer, queue="promotion", waits=False)
-        self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
-        self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
+        self._loop = BackgroundLoop(f"hicache-{store.name}-admin", self._administer_and_remove, _AGAIN)
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
         """From now on. What was learnt stays, where nothing has changed."""
@@ -159,9 +157,9 @@ class TierHandle(DelegatingStore):
         clears = [work.digests for work in self._work if work.clears]
         everything = None in clears
         cleared = frozenset().union(*[digests for digests in clears if digests is not None])
-        if clears and not self._administration.running:
+        if clears and not self._loop.running:
             # There was no thread to be had when it began.
-            self._administration.wake()
+            self._loop.wake()
         return [(key, load, key in hidden, everything or key[:IDENTITY_LENGTH] in cleared) for key, load in queued]
 
     def set(self, batch: PageBatch) -> list[SetResult]:
@@ -282,10 +280,13 @@ class TierHandle(DelegatingStore):
                 work = last
             else:
                 self._work = [*self._work, work]
-        if not self._administration.wake() and not must_answer_at_once():
+        if not self._loop.wake() and not must_answer_at_once():
             # No thread to be had: better slow than never.
             self._administer()
         return work
+
+    def _administer_and_remove(self) -> float | Retry | None:
+        return self._administer() or self._remove_hidden()
 
     def _administer(self) -> Retry | None:
         """Carry out what waits, in order. What fails is tried again, and so is what comes behind it."""
@@ -328,7 +329,7 @@ class TierHandle(DelegatingStore):
             self.hidden = self.hidden.union(keys)
             more = len(self.hidden) > before
         if more:
-            self._removals.wake()
+            self._loop.wake()
 
     # -- removals --------------------------------------------------------------------------------------------------
 
@@ -391,8 +392,7 @@ class TierHandle(DelegatingStore):
             self._closed = True
         while (self._work or self.hidden) and time.monotonic() < drain:
             time.sleep(0.001)
-        for loop in (self._administration, self._removals):
-            loop.stop(max(0.0, longest - time.monotonic()))
+        self._loop.stop(max(0.0, longest - time.monotonic()))
         if self._work or self.hidden:
             logger.warning("hicache_ext: tier %s: closed before everything cleared was removed from it", self.name)
         left = max(0.0, longest - time.monotonic())
@@ -459,10 +459,9 @@ class WriteBehind:
         self._refused: dict[bytes, tuple[float, int]] = {}
         """Since when the tier refuses a page, and how often it did while it took others."""
         self._refusals_in_a_row = 0
-        self._batches_taken = 0
         self._space_wait = _FIRST_SPACE_WAIT
-        self._stalled = False
-        """An offer has waited in vain: nobody waits again until the tier has taken something."""
+        self._moves_until = 0.0
+        """From then on (time.monotonic()) nobody waits for space, until the tier has taken something."""
         self._closing = False
         self._deadline = 0.0
         self._loop = BackgroundLoop(f"hicache-{queue}-{tier.name}", self._write_waiting)
@@ -491,6 +490,8 @@ class WriteBehind:
             reserved: list[int] = []
             held = 0
             with self._condition:
+                if not self._waiting:
+                    self._moves_until = time.monotonic() + self._space_wait
                 for at in range(done, len(keys)):
                     key, size = keys[at], sizes[at]
                     if held >= _COPIED_AT_ONCE:
@@ -543,15 +544,12 @@ class WriteBehind:
         capacity = self.capacity
         if not self._waits or size > capacity:
             return
-        taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
-        while self._bytes + size > capacity and not (self._closing or self._stalled or self._refusals_in_a_row):
+        while self._bytes + size > capacity and not (self._closing or self._refusals_in_a_row):
+            if (left := self._moves_until - time.monotonic()) <= 0:
+                return
             self._loop.wake()
             self._publish_levels()
-            self._condition.wait(max(0.0, deadline - time.monotonic()))
-            if self._batches_taken != taken:
-                taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
-            elif time.monotonic() >= deadline:
-                self._stalled = True
+            self._condition.wait(left)
 
     def payload(self, key: bytes) -> bytes | None:
         """The page, while it is queued."""
@@ -657,10 +655,9 @@ class WriteBehind:
             elif waits or dropped:
                 self._refusals_in_a_row += 1
             if taken or not (waits or dropped):
-                self._batches_taken += 1
-                self._stalled = False
-                seconds = 2 * (time.monotonic() - begun)
-                self._space_wait = min(max(_SHORTEST_SPACE_WAIT, seconds), _LONGEST_SPACE_WAIT)
+                now = time.monotonic()
+                self._space_wait = min(max(_SHORTEST_SPACE_WAIT, 2 * (now - begun)), _LONGEST_SPACE_WAIT)
+                self._moves_until = now + self._space_wait
             self._publish_levels()
             self._condition.notify_all()
         if dropped:
