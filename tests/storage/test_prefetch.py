@@ -442,10 +442,10 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
 
 
 def test_a_thread_that_ends_in_an_error_says_so(open_prefetcher, far, monkeypatch, caplog):
-    def broken(self, patience):
+    def broken(self, patience, *kinds):
         raise RuntimeError("nobody expects this")
 
-    monkeypatch.setattr(IoPriority, "wait_for_quiet", broken)
+    monkeypatch.setattr(IoPriority, "wait", broken)
     announce(open_prefetcher(), far, page_keys(1))
     wait_until(lambda: "nobody expects this" in caplog.text)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiering.background_work import IoPriority
+from hicache_ext.storage.tiering.background_work import FETCH, READ, IoPriority
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -121,10 +121,10 @@ def test_promotion_steps_aside_for_demand(near, far):
     order = []
 
     def background():
-        gate.wait_for_quiet(30)
+        gate.wait(30, READ)
         order.append("background")
 
-    with gate.read():
+    with gate.entered(READ):
         thread = threading.Thread(target=background)
         thread.start()
         thread.join(0.05)
@@ -138,13 +138,13 @@ def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
     order = []
 
     def promotion():
-        gate.wait_until_idle(30)
+        gate.wait(30, READ, FETCH)
         order.append("promotion")
 
-    with gate.fetch():
+    with gate.entered(FETCH):
         thread = threading.Thread(target=promotion)
         thread.start()
-        gate.wait_for_quiet(30)
+        gate.wait(30, READ)
         order.append("another fetch")
         thread.join(0.05)
         order.append("fetched")
@@ -154,8 +154,8 @@ def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
 
 def test_endless_demand_does_not_keep_the_background_from_working_for_ever():
     gate = IoPriority()
-    waiting = threading.Thread(target=lambda: (gate.wait_for_quiet(0.01), gate.wait_until_idle(0.01)), daemon=True)
-    with gate.read():
+    waiting = threading.Thread(target=lambda: (gate.wait(0.01, READ), gate.wait(0.01, READ, FETCH)), daemon=True)
+    with gate.entered(READ):
         waiting.start()
         waiting.join(30)
         assert not waiting.is_alive()

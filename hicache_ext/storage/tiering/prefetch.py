@@ -35,7 +35,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, identity_of
-from hicache_ext.storage.tiering.background_work import IoPriority, StillWanted, always
+from hicache_ext.storage.tiering.background_work import FETCH, READ, IoPriority, StillWanted, always
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
 logger = logging.getLogger(__name__)
@@ -266,8 +266,8 @@ class Prefetcher:
         """Fetch until nothing is planned or there is no room: ``_go_on`` starts another thread then."""
         try:
             while True:
-                self._gate.wait_for_quiet(_PATIENCE)
-                with self._gate.fetch():
+                self._gate.wait(_PATIENCE, READ)
+                with self._gate.entered(FETCH):
                     with self._condition:
                         if (fetch := self._next_fetch(source)) is None:
                             self._streams -= Counter([source])

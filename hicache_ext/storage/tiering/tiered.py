@@ -40,7 +40,7 @@ from hicache_ext.storage.contract.store import (
     identity_of,
 )
 from hicache_ext.storage.tiering import observers
-from hicache_ext.storage.tiering.background_work import Generations, IoPriority, of_identities
+from hicache_ext.storage.tiering.background_work import FETCH, READ, Generations, IoPriority, of_identities
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
@@ -194,7 +194,7 @@ class TieredStore:
         if self._prefetcher is not None:
             self._prefetcher.configure(settings, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
-            tier.promotions.before_batch = lambda: self._gate.wait_until_idle(_PATIENCE)
+            tier.promotions.before_batch = lambda: self._gate.wait(_PATIENCE, READ, FETCH)
             tier.configure(settings)
         for tier in arrangement.later:
             tier.writes.declare()
@@ -295,7 +295,7 @@ class TieredStore:
             self._read_known_places(read, own)
             self._walk(read, own)
             if len(own) < len(staged):
-                with self._gate.read():
+                with self._gate.entered(READ):
                     # Prefetched pages came from far tiers, too: promotion waits.
                     self._take_staged(read, staged, prefetcher)
         leading = _leading_hits(read.results)
@@ -332,7 +332,7 @@ class TieredStore:
 
     def _read_tier(self, read: _Read, number: int, positions: Sequence[int]) -> None:
         tier = read.arrangement.retrieve[number]
-        with self._gate.read() if number >= read.arrangement.inner_tiers else nullcontext():
+        with self._gate.entered(READ) if number >= read.arrangement.inner_tiers else nullcontext():
             results = self._call(
                 tier, "get", tier.get, read.batch.select(positions), [GetResult.ERROR] * len(positions)
             )
@@ -502,7 +502,7 @@ class TieredStore:
                 return Counter(dropped=len(keys))
             still_wanted = self._generations.moment()
             target.promotions.wait_until_written(_PATIENCE)
-            self._gate.wait_for_quiet(_PATIENCE)
+            self._gate.wait(_PATIENCE, READ)
             here = self._call(target, "contains", target.contains, keys, [False] * len(keys))
             missing = [key for key, known in zip(keys, here, strict=True) if not known]
             read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]), arrangement)
@@ -593,17 +593,17 @@ class TieredStore:
             *([] if self._prefetcher is None else [functools.partial(self._prefetcher.close, longest)]),
             *[functools.partial(tier.end_by, drain, longest) for tier in arrangement.tiers],
         ]
-        threads, ends = ThreadPool("hicache-close"), []
-        for part in parts:
+
+        def end(number: int) -> Exception | None:
             try:
-                ends.append(threads.start(part))
-            except RuntimeError:
-                part()
+                parts[number]()
+            except Exception as error:
+                logger.exception("hicache_ext: closing a tier")
+                return error
+            return None
+
         # Each part ends by itself at ``longest``.
-        errors = [end.error for end in ends if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error]
-        for error in errors:
-            logger.error("hicache_ext: closing a tier", exc_info=error)
-        threads.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
+        errors = [error for error in self._helpers.run(len(parts), end) if error is not None]
         self._helpers.close(max(0.0, longest - time.monotonic()))
         if errors:
             raise errors[0]
