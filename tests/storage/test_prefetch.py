@@ -86,7 +86,7 @@ def announce(prefetcher, source, keys):
 
 def take(prefetcher, keys, sizes=(SIZE,)):
     host = HostPages([sizes] * len(keys))
-    with prefetcher.reading(keys) as pages:
+    with prefetcher.reading(keys) as (pages, _):
         results = [
             None if page is None else prefetcher.take([page], [segments])[0]
             for page, segments in zip(pages, host.buffers, strict=True)
@@ -170,7 +170,7 @@ def test_a_demand_read_takes_over_what_is_only_planned(open_prefetcher, far):
     far.hold.clear()
     announce(prefetcher, far, keys)
     assert far.entered.acquire(timeout=30)
-    with prefetcher.reading(keys) as pages:
+    with prefetcher.reading(keys) as (pages, _):
         assert [page is None for page in pages] == [False] * 32 + [True] * 32
         # Nor is it announced again while foreground reads it.
         announce(prefetcher, far, keys)
@@ -254,7 +254,7 @@ def test_a_page_that_is_asked_for_twice_in_one_read_is_there_twice(open_prefetch
     wait_until(lambda: prefetcher.inside(keys) == 2)
     asked = [keys[0], keys[1], keys[0]]
     host = HostPages([[SIZE]] * 3)
-    with prefetcher.reading(asked) as pages:
+    with prefetcher.reading(asked) as (pages, _):
         assert prefetcher.take(pages, host.buffers) == [GetResult.HIT] * 3
     assert [host.payload(number) for number in range(3)] == [payload_of(key, SIZE) for key in asked]
     assert far.metrics.value("prefetch", "useful") == 2
@@ -429,7 +429,7 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
     prefetcher = open_prefetcher()
     announce(prefetcher, far, [key])
     assert asked.wait(30)
-    with prefetcher.reading([key]) as pages:
+    with prefetcher.reading([key]) as (pages, _):
         pass
     results = []
     reader = threading.Thread(

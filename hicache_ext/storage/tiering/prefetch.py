@@ -142,18 +142,14 @@ class Prefetcher:
     def announce(self, keys: Sequence[bytes], source: PageStore, size: int, still_wanted: StillWanted = always) -> None:
         """Pages of one identity, of ``size`` bytes each, are likely to be read soon, in the order of the chain.
 
-        Not if they were cleared since ``still_wanted``. Pages beyond what the buffer holds twice are not planned: they
-        would expire before there is memory for them.
+        Not if they were cleared since ``still_wanted``. What there is no room for stays planned, for its lifetime: a
+        read learns from it where its pages are. So it does without a buffer, where nothing is fetched.
         """
         now = self._clock()
         with self._condition:
-            settings = self._settings
-            if (
-                self._closing
-                or not keys
-                or not 0 < size <= settings.prefetch_buffer
-                or not still_wanted(identity_of(keys))
-            ):
+            # A page larger than the buffer would be in the way of those behind it.
+            too_large = 0 < self._settings.prefetch_buffer < size
+            if self._closing or too_large or not (keys and size) or not still_wanted(identity_of(keys)):
                 return
             self._expire(now)
             plan = self._plans.setdefault(source, {})
@@ -161,8 +157,8 @@ class Prefetcher:
             # Whichever tier they are to come from.
             planned = [asked.keys() & of_tier.keys() for of_tier in self._plans.values()]
             busy = (asked.keys() & self._pages.keys()).union(*planned, *self._being_read)
-            most = min(2 * settings.prefetch_buffer // size, _MOST_PLANNED // self._sources - len(plan))
-            new = [key for key in asked if key not in busy][: max(0, most)]
+            most = max(0, _MOST_PLANNED // self._sources - len(plan))
+            new = [key for key in asked if key not in busy][:most]
             if new:
                 plan.update(dict.fromkeys(new, Announced(source, size, now, still_wanted)))
             self._go_on()
@@ -181,26 +177,30 @@ class Prefetcher:
     # -- foreground reads ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reading(self, keys: Sequence[bytes]) -> Iterator[list[Staged | None]]:
-        """Around a foreground read of ``keys``: for each the page that is staged or being fetched, or None.
+    def reading(self, keys: Sequence[bytes]) -> Iterator[tuple[list[Staged | None], dict[bytes, PageStore]]]:
+        """Around a foreground read of ``keys``: for each the page that is staged or being fetched, or None; and in
+        which tier those are that were only planned.
 
-        Planned pages are taken over. The caller reads keys with None itself, and passes all other pages to ``take``.
+        These are taken over. The caller reads keys with None itself, and passes all other pages to ``take``.
         """
         with self._condition:
             self._expire(self._clock())
             pages = list(map(self._pages.get, keys))
             own = {key for key, page in zip(keys, pages, strict=True) if page is None}
+            planned: dict[bytes, PageStore] = {}
             for source, plan in self._plans.items():
                 if overtaken := plan.keys() & own:
                     _unplan(plan, overtaken)
-                    source.metrics.add("prefetch", "overtaken", len(overtaken))
+                    planned.update(dict.fromkeys(overtaken, source))
+                    if self._settings.prefetch_buffer:
+                        source.metrics.add("prefetch", "overtaken", len(overtaken))
             under_way = [page[0].announced.source for page in pages if page is not None and page[0].under_way]
             for source, joined in Counter(under_way).items():
                 source.metrics.add("prefetch", "joined", joined)
             self._being_read.append(own)
             self._go_on()
         try:
-            yield pages
+            yield pages, planned
         finally:
             with self._condition:
                 self._being_read.remove(own)
@@ -382,7 +382,7 @@ class Prefetcher:
         """After all that may have changed in one go: wake readers, and start threads where something is planned."""
         self._publish_level()
         self._condition.notify_all()
-        for source, plan in self._plans.items():
+        for source, plan in self._plans.items() if self._settings.prefetch_buffer else ():
             threads = min(self._streams[source] + -(-len(plan) // _PAGES_AT_ONCE), self._settings.prefetch_streams)
             # Without a thread to be had, a foreground read takes the pages from their tier itself.
             with contextlib.suppress(RuntimeError):

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
@@ -58,7 +58,6 @@ _WORST_LAST = (
     *(SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED),
     *(SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR),
 )
-_REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
 """Seconds for which a batch of promotions waits for foreground reads and prefetches, and pages that nobody has asked
 for yet for foreground reads and earlier promotions."""
@@ -95,7 +94,6 @@ class Arrangement:
         self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
         """Nothing lies further out: nothing is prefetched, joined or promoted."""
         self.calls = CallGate("tiers")
-        self.places = _Places()
 
     def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
         """Tell admission of a chain of which the first ``leading`` pages are there."""
@@ -290,9 +288,9 @@ class TieredStore:
         still_wanted = self._generations.moment()
         read = _Read(batch, arrangement)
         prefetcher = self.prefetcher
-        with prefetcher.reading(read.keys) as staged:
+        with prefetcher.reading(read.keys) as (staged, planned):
             own = [position for position, page in enumerate(staged) if page is None]
-            self._read_known_places(read, own)
+            self._read_known_places(read, own, planned)
             self._walk(read, own)
             if len(own) < len(staged):
                 with self._gate.entered(READ):
@@ -309,17 +307,14 @@ class TieredStore:
                 arrangement.promote_to.promotions.offer(batch, outer, still_wanted)
         return read.results
 
-    def _read_known_places(self, read: _Read, positions: Sequence[int]) -> None:
+    def _read_known_places(self, read: _Read, positions: Sequence[int], planned: Mapping[bytes, PageStore]) -> None:
         """Read pages that exists() saw in far tiers from there, all tiers at once; the others from the nearest."""
-        if len(read.arrangement.retrieve) < 2:
+        if not planned:
             return
+        numbers: dict[PageStore | None, int] = {tier: number for number, tier in enumerate(read.arrangement.retrieve)}
         by_tier: dict[int, list[int]] = {}
-        for position, place in zip(
-            positions, read.arrangement.places.find([read.keys[p] for p in positions]), strict=True
-        ):
-            by_tier.setdefault(place, []).append(position)
-        if set(by_tier) == {0}:
-            return
+        for position in positions:
+            by_tier.setdefault(numbers.get(planned.get(read.keys[position]), 0), []).append(position)
         reads = list(by_tier.items())
         self._beside(len(reads), lambda i: self._read_tier(read, *reads[i]))
 
@@ -393,7 +388,7 @@ class TieredStore:
         places = places[: leading((places >= 0).tolist())]
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
         arrangement.looked_up(keys, len(places))
-        if len(places) and arrangement.settings.prefetch_buffer:
+        if len(places):
             for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
                 here = chosen_keys(keys, np.flatnonzero(places == number))
                 identities = identities_of(here) if len(here) else []
@@ -439,7 +434,6 @@ class TieredStore:
                 break
             wanted = chosen_keys(keys, missing)
             known = (look_in_last if tier is arrangement.retrieve[-1] else self._known_in)(tier, wanted)
-            arrangement.places.remember(chosen_keys(wanted, np.flatnonzero(known)), number)
             places[missing[known]] = number
         return places
 
@@ -672,24 +666,3 @@ def _leading_hits(results: Sequence[GetResult]) -> int:
     if results.count(GetResult.HIT) == len(results):
         return len(results)
     return next(position for position, result in enumerate(results) if result is not GetResult.HIT)
-
-
-class _Places:
-    """The tier in which a page was last seen, if not the nearest. Bounded; those first seen are forgotten first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._places: OrderedDict[bytes, int] = OrderedDict()
-
-    def remember(self, keys: Sequence[bytes], number: int) -> None:
-        if not number:
-            return
-        with self._lock:
-            self._places.update(dict.fromkeys(keys, number))
-            while len(self._places) > _REMEMBERED_PLACES:
-                self._places.popitem(last=False)
-
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The number of the tier to try first. An entry is removed when it is looked up."""
-        with self._lock:
-            return [self._places.pop(key, 0) for key in keys]
