@@ -422,8 +422,8 @@ _PAGES_AT_ONCE = 64
 _REFUSED = Backoff(0.05, 1.0)
 """Seconds before pages that a tier did not take are offered to it again."""
 _FORGOTTEN_AT_ONCE = 1000
-_COPIED_AT_ONCE = 16 << 20
-"""Bytes of a batch that take their space, and are copied, before others have their turn."""
+_GATHERED_FOR = 0.01
+"""Seconds after the first page of an empty queue at which writing begins, while the rest is still copied."""
 _MOST_REFUSALS = 3
 """How often a tier may answer REJECTED for a page while it stores others: it never takes it, and it is dropped."""
 _FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
@@ -483,61 +483,47 @@ class WriteBehind:
         end. Of a tier that refuses or hangs it does not wait, but for the moment in which that shows, once.
         """
         batch = batch.select(positions)
-        keys, sizes, buffers = list(batch.keys), batch.sizes, list(batch.buffers)
-        results = [SetResult.REJECTED] * len(keys)
-        done = 0
-        while done < len(keys):
-            reserved: list[int] = []
-            held = 0
-            with self._condition:
-                if not self._waiting:
-                    self._moves_until = time.monotonic() + self._space_wait
-                for at in range(done, len(keys)):
-                    key, size = keys[at], sizes[at]
-                    if held >= _COPIED_AT_ONCE:
-                        break
-                    if key not in self._waiting and self._bytes + size > self.capacity:
-                        if reserved:
-                            # The queue moves only with what is in it.
-                            break
-                        self._wait_for_space(size)
-                    if key in self._waiting:
-                        results[at] = SetResult.REJECTED if key in self._tier.hidden else SetResult.EXISTS
-                    elif not self._closing and self._bytes + size <= self.capacity:
-                        self._bytes += size
-                        held += size
-                        reserved.append(at)
-                    done = at + 1
-            # Outside the lock: clear() and look-ups must not wait while a batch is copied.
-            try:
-                payloads = [b"".join(buffers[at]) for at in reserved]
-            except BaseException:
-                with self._condition:
-                    self._bytes -= held
-                    self._condition.notify_all()
-                raise
-            with self._condition:
-                digests = {keys[at][:IDENTITY_LENGTH] for at in reserved}
-                cleared = {digest for digest in digests if not still_wanted(digest)}
-                hidden = self._tier.hidden
-                for at, payload in zip(reserved, payloads, strict=True):
-                    key = keys[at]
-                    unwanted = self._closing or key in hidden or key[:IDENTITY_LENGTH] in cleared
-                    if unwanted or key in self._waiting:
-                        self._bytes -= len(payload)
-                        results[at] = SetResult.REJECTED if unwanted else SetResult.EXISTS
-                    else:
-                        self._waiting[key] = payload
-                        results[at] = SetResult.STORED
-                if SetResult.STORED in results:
-                    self._loop.wake()
-                self._publish_levels()
+        pages = zip(batch.keys, batch.sizes, batch.buffers, strict=True)
+        results = [self._offer(key, size, segments, still_wanted) for key, size, segments in pages]
+        if SetResult.STORED in results:
+            self._loop.wake()
+        with self._condition:
+            self._publish_levels()
         if not self._waits:
             counts = {word: results.count(result) for result, word in _QUEUED.items() if result in results}
             self._tier.metrics.add_many("promotion", counts)
         if dropped := results.count(SetResult.REJECTED):
             self._tier.metrics.add("dropped_pages", self._queue, dropped)
         return results
+
+    def _offer(self, key: bytes, size: int, segments: Sequence[memoryview], still_wanted: StillWanted) -> SetResult:
+        with self._condition:
+            refusal = self._refusal(key, size)
+        if refusal is not None:
+            return refusal
+        # Outside the lock: clear() and look-ups must not wait while a page is copied.
+        payload = b"".join(segments)
+        with self._condition:
+            if (refusal := self._refusal(key, size)) is not None:
+                return refusal
+            if not still_wanted(key[:IDENTITY_LENGTH]):
+                return SetResult.REJECTED
+            if not self._waiting:
+                self._moves_until = time.monotonic() + self._space_wait
+                self._loop.wake(_GATHERED_FOR)
+            self._waiting[key] = payload
+            self._bytes += size
+            return SetResult.STORED
+
+    def _refusal(self, key: bytes, size: int) -> SetResult | None:
+        """The result of a page that is not to be queued. The condition is held."""
+        if key not in self._waiting and self._bytes + size > self.capacity:
+            self._wait_for_space(size)
+        if key in self._waiting:
+            return SetResult.REJECTED if key in self._tier.hidden else SetResult.EXISTS
+        if self._closing or self._bytes + size > self.capacity or key in self._tier.hidden:
+            return SetResult.REJECTED
+        return None
 
     def _wait_for_space(self, size: int) -> None:
         """While the queue moves. The condition is held."""
