@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hicache_ext.storage.contract.store import GetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiering.background_work import IoPriority
 from hicache_ext.storage.tiering.prefetch import Prefetcher
 from hicache_ext.storage.tiering.tier_use import TieringSettings
@@ -86,10 +86,10 @@ def announce(prefetcher, source, keys):
 
 def take(prefetcher, keys, sizes=(SIZE,)):
     host = HostPages([sizes] * len(keys))
-    with prefetcher.reading(keys) as (pages, _):
+    with prefetcher.reading(keys) as (fetches, _):
         results = [
-            None if page is None else prefetcher.take([page], [segments])[0]
-            for page, segments in zip(pages, host.buffers, strict=True)
+            None if fetch is None else prefetcher.take(PageBatch([key], [segments]), [fetch])[0]
+            for key, fetch, segments in zip(keys, fetches, host.buffers, strict=True)
         ]
     host.assert_guards_intact()
     return results, [host.payload(number) for number in range(len(keys))]
@@ -255,7 +255,7 @@ def test_a_page_that_is_asked_for_twice_in_one_read_is_there_twice(open_prefetch
     asked = [keys[0], keys[1], keys[0]]
     host = HostPages([[SIZE]] * 3)
     with prefetcher.reading(asked) as (pages, _):
-        assert prefetcher.take(pages, host.buffers) == [GetResult.HIT] * 3
+        assert prefetcher.take(PageBatch(asked, host.buffers), pages) == [GetResult.HIT] * 3
     assert [host.payload(number) for number in range(3)] == [payload_of(key, SIZE) for key in asked]
     assert far.metrics.value("prefetch", "useful") == 2
 
@@ -433,7 +433,8 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
         pass
     results = []
     reader = threading.Thread(
-        target=lambda: results.extend(prefetcher.take(pages, HostPages([[SIZE]]).buffers)), daemon=True
+        target=lambda: results.extend(prefetcher.take(PageBatch([key], HostPages([[SIZE]]).buffers), pages)),
+        daemon=True,
     )
     reader.start()
     go_on.set()

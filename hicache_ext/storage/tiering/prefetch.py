@@ -71,15 +71,11 @@ class Fetch:
     """Of each page its own: one that nobody reads keeps that of no other."""
     held: int = 0
     """Pages that have memory, or will have."""
-    results: list[GetResult] = field(default_factory=list)
+    results: dict[bytes, GetResult] = field(default_factory=dict)
     """The answers of the tier."""
     under_way: bool = True
     unread: set[bytes] = field(default_factory=set)
     """Of ``live``, those that are in memory and that nobody has read."""
-
-
-Staged = tuple[Fetch, int]
-"""A page that is in the buffer, or on its way there: its fetch, and its row in it."""
 
 
 class Prefetcher:
@@ -106,8 +102,8 @@ class Prefetcher:
         """What is to be fetched, by tier: each has threads of its own, so that one that hangs stops no other."""
         self._fetches: dict[Fetch, None] = {}
         """Those that have memory, the longest ago first."""
-        self._pages: dict[bytes, Staged] = {}
-        """Where each key is that is ``live``."""
+        self._pages: dict[bytes, Fetch] = {}
+        """Whose each key is that is ``live``: in the buffer, or on its way there."""
         self._being_read: list[set[bytes]] = []
         """Keys that foreground reads are reading from their tier."""
         self._sources = 1
@@ -133,7 +129,7 @@ class Prefetcher:
     def forget_source(self, source: PageStore) -> None:
         """The tier is in use no more: drop what came from it, and what is to come."""
         with self._condition:
-            self._forget([key for key, (fetch, _) in self._pages.items() if fetch.announced.source is source])
+            self._forget([key for key, fetch in self._pages.items() if fetch.announced.source is source])
             self._plans.pop(source, None)
             self._go_on()
 
@@ -172,21 +168,21 @@ class Prefetcher:
     def inside(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are in the buffer."""
         with self._condition:
-            return [page[0].under_way for page in map(self._pages.get, keys) if page is not None].count(False)
+            return [fetch.under_way for fetch in map(self._pages.get, keys) if fetch is not None].count(False)
 
     # -- foreground reads ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reading(self, keys: Sequence[bytes]) -> Iterator[tuple[list[Staged | None], dict[bytes, PageStore]]]:
-        """Around a foreground read of ``keys``: for each the page that is staged or being fetched, or None; and in
-        which tier those are that were only planned.
+    def reading(self, keys: Sequence[bytes]) -> Iterator[tuple[list[Fetch | None], dict[bytes, PageStore]]]:
+        """Around a foreground read of ``keys``: for each the fetch that has brought it, or is about to, or None; and
+        in which tier those are that were only planned.
 
         These are taken over. The caller reads keys with None itself, and passes all other pages to ``take``.
         """
         with self._condition:
             self._expire(self._clock())
-            pages = list(map(self._pages.get, keys))
-            own = {key for key, page in zip(keys, pages, strict=True) if page is None}
+            fetches = list(map(self._pages.get, keys))
+            own = {key for key, fetch in zip(keys, fetches, strict=True) if fetch is None}
             planned: dict[bytes, PageStore] = {}
             for source, plan in self._plans.items():
                 if overtaken := plan.keys() & own:
@@ -194,41 +190,41 @@ class Prefetcher:
                     planned.update(dict.fromkeys(overtaken, source))
                     if self._settings.prefetch_buffer:
                         source.metrics.add("prefetch", "overtaken", len(overtaken))
-            under_way = [page[0].announced.source for page in pages if page is not None and page[0].under_way]
+            under_way = [fetch.announced.source for fetch in fetches if fetch is not None and fetch.under_way]
             for source, joined in Counter(under_way).items():
                 source.metrics.add("prefetch", "joined", joined)
             self._being_read.append(own)
             self._go_on()
         try:
-            yield pages, planned
+            yield fetches, planned
         finally:
             with self._condition:
                 self._being_read.remove(own)
 
-    def take(self, wanted: Sequence[Staged], buffers: Sequence[Sequence[memoryview]]) -> list[GetResult]:
-        """Copy pages into host memory, waiting for those that are being fetched. For each HIT, or why there is none.
+    def take(self, batch: PageBatch, fetches: Sequence[Fetch]) -> list[GetResult]:
+        """Copy the page of each fetch into host memory, waiting for those under way. HIT, or why there is none.
 
         MISS, TIMEOUT and the like are the tier's answer: it need not be asked again. REJECTED: the page was dropped
         meanwhile.
         """
-        results = [GetResult.REJECTED] * len(wanted)
+        keys, buffers = list(batch.keys), list(batch.buffers)
+        results = [GetResult.REJECTED] * len(keys)
         of_fetch: dict[Fetch, list[int]] = {}
-        for position, (fetch, _) in enumerate(wanted):
+        for position, fetch in enumerate(fetches):
             of_fetch.setdefault(fetch, []).append(position)
         # What has been fetched is copied while the rest is on its way.
         for fetch, positions in sorted(of_fetch.items(), key=lambda item: item[0].under_way):
-            keys = {fetch.keys[wanted[position][1]] for position in positions}
+            wanted = {keys[position] for position in positions}
             with self._condition:
-                while fetch.under_way and not fetch.live.isdisjoint(keys):
+                while fetch.under_way and not fetch.live.isdisjoint(wanted):
                     self._condition.wait()
                 # These references keep the memory of pages that are dropped while they are copied outside the lock.
-                memory = {key: fetch.memory[key] for key in fetch.live & keys}
+                memory = {key: fetch.memory[key] for key in fetch.live & wanted}
             copied = set()
             for position in positions:
-                row, segments, begin = wanted[position][1], buffers[position], 0
-                key = fetch.keys[row]
-                if fetch.results and fetch.results[row] is not GetResult.HIT:
-                    results[position] = fetch.results[row]
+                key, segments, begin = keys[position], buffers[position], 0
+                if (answer := fetch.results.get(key, GetResult.HIT)) is not GetResult.HIT:
+                    results[position] = answer
                 elif key in memory and sum(map(_nbytes, segments)) == fetch.announced.size:
                     for segment in segments:
                         # numpy releases the GIL while it copies.
@@ -236,17 +232,14 @@ class Prefetcher:
                         begin += segment.nbytes
                     copied.add(key)
                     results[position] = GetResult.HIT
-            self._note_read(fetch, copied)
+            with self._condition:
+                # Before the lock is given back: what is dropped later counts as wasted where this was not counted.
+                if useful := len(fetch.unread & copied):
+                    _count(fetch.announced, "useful", useful)
+                fetch.unread -= copied
+                # What was read gives its room to others.
+                self._go_on()
         return results
-
-    def _note_read(self, fetch: Fetch, keys: set[bytes]) -> None:
-        with self._condition:
-            # Before the lock is given back: what is dropped later counts as wasted where this was not counted.
-            if useful := len(fetch.unread & keys):
-                _count(fetch.announced, "useful", useful)
-            fetch.unread -= keys
-            # What was read gives its room to others.
-            self._go_on()
 
     def close(self, longest: float = math.inf) -> None:
         """Drop everything, wait for fetches under way, but not beyond ``longest`` (time.monotonic()), end the threads.
@@ -301,7 +294,7 @@ class Prefetcher:
         _unplan(plan, keys)
         fetch = Fetch(announced, keys, set(keys), held=len(keys))
         self._fetches[fetch] = None
-        self._pages.update(zip(keys, zip(itertools.repeat(fetch), range(len(keys))), strict=False))
+        self._pages.update(dict.fromkeys(keys, fetch))
         self._held += len(keys) * size
         self._fetching[source] += len(keys) * size
         return fetch
@@ -312,12 +305,13 @@ class Prefetcher:
             fetch.memory = {key: np.empty(size, np.uint8) for key in fetch.keys}
             batch = PageBatch(fetch.keys, [[page.data] for page in fetch.memory.values()])
             # Found later, too few would leave a foreground read waiting for these pages.
-            results = one_for_each(source.get(batch), len(fetch.keys))
+            answers = one_for_each(source.get(batch), len(fetch.keys))
         except BaseException as error:  # noqa: BLE001 - also a panic inside a client library: readers wait for them
             kind, words = f"{source.name} {type(error).__name__}", "hicache_ext: prefetch from %s: %r"
             self._log.log(logging.ERROR, kind, words, source.name, error, exc_info=error)
-            results = [GetResult.ERROR] * len(fetch.keys)
-        hits = {key for key, result in zip(fetch.keys, results, strict=True) if result is GetResult.HIT}
+            answers = [GetResult.ERROR] * len(fetch.keys)
+        results = dict(zip(fetch.keys, answers, strict=True))
+        hits = {key for key, result in results.items() if result is GetResult.HIT}
         source.metrics.add("prefetch", "failed", len(fetch.keys) - len(hits))
         _count(fetch.announced, "fetched", len(hits))
         with self._condition:
@@ -353,7 +347,7 @@ class Prefetcher:
         """Drop pages in any state."""
         of_fetch: dict[Fetch, set[bytes]] = {}
         for key in (wanted := set(keys)) & self._pages.keys():
-            of_fetch.setdefault(self._pages[key][0], set()).add(key)
+            of_fetch.setdefault(self._pages[key], set()).add(key)
         for fetch, some in of_fetch.items():
             self._drop(fetch, some)
         for plan in self._plans.values():

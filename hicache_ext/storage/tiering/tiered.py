@@ -45,7 +45,7 @@ from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHan
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
 if TYPE_CHECKING:
-    from hicache_ext.storage.tiering.prefetch import Prefetcher, Staged
+    from hicache_ext.storage.tiering.prefetch import Fetch, Prefetcher
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class TieredStore:
         read = _Read(batch, arrangement)
         prefetcher = self.prefetcher
         with prefetcher.reading(read.keys) as (staged, planned):
-            own = [position for position, page in enumerate(staged) if page is None]
+            own = [position for position, fetch in enumerate(staged) if fetch is None]
             self._read_known_places(read, own, planned)
             self._walk(read, own)
             if len(own) < len(staged):
@@ -333,14 +333,14 @@ class TieredStore:
             )
         read.note(positions, number, results)
 
-    def _take_staged(self, read: _Read, staged: Sequence[Staged | None], prefetcher: Prefetcher) -> None:
-        positions = [position for position, page in enumerate(staged) if page is not None]
-        pages, buffers = [page for page in staged if page is not None], list(read.batch.buffers)
-        results = prefetcher.take(pages, [buffers[position] for position in positions])
+    def _take_staged(self, read: _Read, staged: Sequence[Fetch | None], prefetcher: Prefetcher) -> None:
+        positions = [position for position, fetch in enumerate(staged) if fetch is not None]
+        fetches = [fetch for fetch in staged if fetch is not None]
+        results = prefetcher.take(read.batch.select(positions), fetches)
         for number, tier in enumerate(read.arrangement.retrieve):
             answered = [
                 at
-                for at, (fetch, _) in enumerate(pages)
+                for at, fetch in enumerate(fetches)
                 if fetch.announced.source is tier and results[at] is not GetResult.REJECTED
             ]
             read.note([positions[at] for at in answered], number, [results[at] for at in answered])
