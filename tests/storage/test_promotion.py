@@ -35,9 +35,11 @@ def far():
 
 def open_tiers(near, *outer, promote_to=None, **settings):
     settings.setdefault("prefetch_buffer", 0)
-    return TieredStore(
+    store = TieredStore(
         [near, *outer], [near, *outer], promote_to=promote_to or near, settings=TieringSettings(**settings)
     )
+    store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
+    return store
 
 
 @pytest.fixture
@@ -176,7 +178,6 @@ def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far
 
 def test_pages_that_came_too_late_leave_by_themselves_and_are_nearer_once_their_request_has_computed_them(near, far):
     store = open_tiers(near, far, prefetch_buffer=1 << 20, prefetch_lifetime=0.2)
-    store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
     keys = page_keys(100)
     store_pages(far.inner, keys)
     assert store.count_leading(keys) == 100
