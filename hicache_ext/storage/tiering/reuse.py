@@ -260,10 +260,6 @@ class Firsts:
         self._filters = [np.zeros(bits >> 3, np.uint8), np.zeros(bits >> 3, np.uint8)]
         self._count = 0
 
-    @property
-    def bytes(self) -> int:
-        return sum(filter_.nbytes for filter_ in self._filters)
-
     def note(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these pages were offered before; all of them are from now on. ``words``: of ``key_words``."""
         # Page hashes are SHA-256: their four words are four independent hashes.
