@@ -49,6 +49,11 @@ FORMER = {
     ),
     "test_an_identity_whose_pages_went_with_their_slab_has_none": (
         "pages of an identity are not counted: it had pages if some were written since it was cleared last"
+    "test_pages_that_came_too_late_for_their_request_are_nearer_for_the_next": (
+        "-> test_pages_that_came_too_late_leave_by_themselves_and_are_nearer_once_their_request_has_computed_them"
+    ),
+    "test_pages_that_were_cleared_after_they_were_fetched_come_no_nearer": (
+        "what nobody reads in time is not promoted: the request that it was fetched for computes and stores it"
     ),
     "test_a_table_full_of_dead_members_takes_new_ones_and_one_of_live_ones_does_not": (
         "who writes a slot is asked for by the slot: there is no table of members that could be full"

@@ -1,13 +1,13 @@
 """Counters of one tier and the bridge to SGLang's StorageMetrics.
 
 Counting happens once per batch on SGLang's storage threads. Reading must cost nearly nothing, since SGLang's scheduler
-asks thousands of times a second: ``TransferSamples.drain`` swaps two lists.
+asks thousands of times a second: ``TransferSamples`` needs no lock.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -118,32 +118,26 @@ class TierMetrics:
 class TransferSamples:
     """Pages and bandwidth of transfers finished since the last ``drain``, as SGLang's StorageMetrics wants them.
 
-    Written by storage threads, drained by the scheduler thread. Bounded: undrained, the oldest half is dropped.
+    Written by storage threads, drained by the scheduler thread. Bounded: undrained, the oldest ones are dropped.
     """
 
     _LIMIT = 4096
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pages: list[int] = []
-        self._bandwidths: list[float] = []
+        self._pages: deque[int] = deque(maxlen=self._LIMIT)
+        self._bandwidths: deque[float] = deque(maxlen=self._LIMIT)
 
     def record(self, pages: int, payload_bytes: int, seconds: float) -> None:
         """One transfer of ``pages`` pages and ``payload_bytes`` bytes in ``seconds``; bandwidth is GB/s (1e9)."""
-        with self._lock:
-            self._pages.append(pages)
-            if payload_bytes and seconds > 0:
-                self._bandwidths.append(payload_bytes / seconds / 1e9)
-            if len(self._pages) > self._LIMIT:
-                del self._pages[: self._LIMIT // 2]
-                del self._bandwidths[: self._LIMIT // 2]
+        self._pages.append(pages)
+        if payload_bytes and seconds > 0:
+            self._bandwidths.append(payload_bytes / seconds / 1e9)
 
     @property
     def empty(self) -> bool:
         return not self._pages
 
     def drain(self) -> tuple[list[int], list[float]]:
-        with self._lock:
-            pages, self._pages = self._pages, []
-            bandwidths, self._bandwidths = self._bandwidths, []
-        return pages, bandwidths
+        # What others append meanwhile stays for the next call.
+        pages = [self._pages.popleft() for _ in range(len(self._pages))]
+        return pages, [self._bandwidths.popleft() for _ in range(len(self._bandwidths))]

@@ -18,7 +18,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, 
 from hicache_ext.storage.guards.pipeline import GuardedStore, GuardPlan
 from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering import reload, tiered
-from hicache_ext.storage.tiering.background_work import IoPriority
+from hicache_ext.storage.tiering.background_work import FETCH, READ, IoPriority
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.storage.tiering.tier_handle import TierHandle
 from hicache_ext.storage.tiering.tier_use import TieringSettings
@@ -701,11 +701,11 @@ def test_a_tier_that_hangs_leaves_their_part_of_the_buffer_to_others(held: Calla
 
 def test_a_prefetch_that_hangs_does_not_delay_promotions_for_long() -> None:
     gate = IoPriority()
-    with gate.fetch():
-        gate.wait_until_idle(0.2)
+    with gate.entered(FETCH):
+        gate.wait(0.2, READ, FETCH)
         begun = time.monotonic()
         for _ in range(100):
-            gate.wait_until_idle(0.2)
+            gate.wait(0.2, READ, FETCH)
         assert time.monotonic() - begun < 100 * 0.2 / 4
 
 

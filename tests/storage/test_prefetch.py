@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hicache_ext.storage.contract.store import GetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiering.background_work import IoPriority
 from hicache_ext.storage.tiering.prefetch import Prefetcher
 from hicache_ext.storage.tiering.tier_use import TieringSettings
@@ -86,10 +86,10 @@ def announce(prefetcher, source, keys):
 
 def take(prefetcher, keys, sizes=(SIZE,)):
     host = HostPages([sizes] * len(keys))
-    with prefetcher.reading(keys) as pages:
+    with prefetcher.reading(keys) as (fetches, _):
         results = [
-            None if page is None else prefetcher.take([page], [segments])[0]
-            for page, segments in zip(pages, host.buffers, strict=True)
+            None if fetch is None else prefetcher.take(PageBatch([key], [segments]), [fetch])[0]
+            for key, fetch, segments in zip(keys, fetches, host.buffers, strict=True)
         ]
     host.assert_guards_intact()
     return results, [host.payload(number) for number in range(len(keys))]
@@ -170,7 +170,7 @@ def test_a_demand_read_takes_over_what_is_only_planned(open_prefetcher, far):
     far.hold.clear()
     announce(prefetcher, far, keys)
     assert far.entered.acquire(timeout=30)
-    with prefetcher.reading(keys) as pages:
+    with prefetcher.reading(keys) as (pages, _):
         assert [page is None for page in pages] == [False] * 32 + [True] * 32
         # Nor is it announced again while foreground reads it.
         announce(prefetcher, far, keys)
@@ -254,8 +254,8 @@ def test_a_page_that_is_asked_for_twice_in_one_read_is_there_twice(open_prefetch
     wait_until(lambda: prefetcher.inside(keys) == 2)
     asked = [keys[0], keys[1], keys[0]]
     host = HostPages([[SIZE]] * 3)
-    with prefetcher.reading(asked) as pages:
-        assert prefetcher.take(pages, host.buffers) == [GetResult.HIT] * 3
+    with prefetcher.reading(asked) as (pages, _):
+        assert prefetcher.take(PageBatch(asked, host.buffers), pages) == [GetResult.HIT] * 3
     assert [host.payload(number) for number in range(3)] == [payload_of(key, SIZE) for key in asked]
     assert far.metrics.value("prefetch", "useful") == 2
 
@@ -330,9 +330,7 @@ def test_pages_that_are_missing_or_removed_keep_no_memory(open_prefetcher, far):
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == SIZE
 
 
-def test_pages_expire_in_their_own_time_whatever_was_fetched_before_them(
-    open_prefetcher, near, far, clock, monkeypatch
-):
+def test_pages_expire_in_their_own_time_whatever_was_fetched_before_them(open_prefetcher, near, far, clock):
     """The second half of a slow tier's pages is fetched after pages of another tier that were announced later."""
     prefetcher = open_prefetcher(lifetime=30, streams=1)
     keys, later = page_keys(64), page_keys(4, "later")
@@ -346,11 +344,8 @@ def test_pages_expire_in_their_own_time_whatever_was_fetched_before_them(
     wait_until(lambda: prefetcher.inside(later) == 4)
     far.hold.set()
     wait_until(lambda: prefetcher.inside(keys) == 64)
-    waits, wait = [], prefetcher._condition.wait
-    monkeypatch.setattr(prefetcher._condition, "wait", lambda seconds: (waits.append(seconds), wait(seconds))[1])
     assert take(prefetcher, keys[:32])[0] == [GetResult.HIT] * 32
-    wait_until(lambda: waits)
-    assert set(waits) == {5.0}
+    assert prefetcher._drop_expired() == 5.0
     clock.now = 31.0
     assert take(prefetcher, later[:1])[0] == [GetResult.HIT]
     assert prefetcher.inside(keys) == 0
@@ -434,11 +429,12 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
     prefetcher = open_prefetcher()
     announce(prefetcher, far, [key])
     assert asked.wait(30)
-    with prefetcher.reading([key]) as pages:
+    with prefetcher.reading([key]) as (pages, _):
         pass
     results = []
     reader = threading.Thread(
-        target=lambda: results.extend(prefetcher.take(pages, HostPages([[SIZE]]).buffers)), daemon=True
+        target=lambda: results.extend(prefetcher.take(PageBatch([key], HostPages([[SIZE]]).buffers), pages)),
+        daemon=True,
     )
     reader.start()
     go_on.set()
@@ -447,10 +443,10 @@ def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far
 
 
 def test_a_thread_that_ends_in_an_error_says_so(open_prefetcher, far, monkeypatch, caplog):
-    def broken(self, patience):
+    def broken(self, patience, *kinds):
         raise RuntimeError("nobody expects this")
 
-    monkeypatch.setattr(IoPriority, "wait_for_quiet", broken)
+    monkeypatch.setattr(IoPriority, "wait", broken)
     announce(open_prefetcher(), far, page_keys(1))
     wait_until(lambda: "nobody expects this" in caplog.text)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hicache_ext.storage.contract.store import GetResult
-from hicache_ext.storage.tiering.background_work import IoPriority
+from hicache_ext.storage.tiering.background_work import FETCH, READ, IoPriority
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -35,9 +35,11 @@ def far():
 
 def open_tiers(near, *outer, promote_to=None, **settings):
     settings.setdefault("prefetch_buffer", 0)
-    return TieredStore(
+    store = TieredStore(
         [near, *outer], [near, *outer], promote_to=promote_to or near, settings=TieringSettings(**settings)
     )
+    store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
+    return store
 
 
 @pytest.fixture
@@ -121,10 +123,10 @@ def test_promotion_steps_aside_for_demand(near, far):
     order = []
 
     def background():
-        gate.wait_for_quiet(30)
+        gate.wait(30, READ)
         order.append("background")
 
-    with gate.read():
+    with gate.entered(READ):
         thread = threading.Thread(target=background)
         thread.start()
         thread.join(0.05)
@@ -138,13 +140,13 @@ def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
     order = []
 
     def promotion():
-        gate.wait_until_idle(30)
+        gate.wait(30, READ, FETCH)
         order.append("promotion")
 
-    with gate.fetch():
+    with gate.entered(FETCH):
         thread = threading.Thread(target=promotion)
         thread.start()
-        gate.wait_for_quiet(30)
+        gate.wait(30, READ)
         order.append("another fetch")
         thread.join(0.05)
         order.append("fetched")
@@ -154,8 +156,8 @@ def test_promotion_steps_aside_for_prefetch_and_prefetch_does_not_for_itself():
 
 def test_endless_demand_does_not_keep_the_background_from_working_for_ever():
     gate = IoPriority()
-    waiting = threading.Thread(target=lambda: (gate.wait_for_quiet(0.01), gate.wait_until_idle(0.01)), daemon=True)
-    with gate.read():
+    waiting = threading.Thread(target=lambda: (gate.wait(0.01, READ), gate.wait(0.01, READ, FETCH)), daemon=True)
+    with gate.entered(READ):
         waiting.start()
         waiting.join(30)
         assert not waiting.is_alive()
@@ -174,40 +176,14 @@ def test_removed_and_cleared_pages_are_not_promoted_afterwards(tiered, near, far
     assert not near.inner.objects
 
 
-def opened_with_a_short_lifetime(near, far, lifetime):
-    store = open_tiers(near, far, prefetch_buffer=1 << 20, prefetch_lifetime=lifetime)
-    store.register_identity(IDENTITY, {"pool": {"segments": [SIZE]}})
-    return store
-
-
-def test_pages_that_came_too_late_for_their_request_are_nearer_for_the_next(near, far):
-    store = opened_with_a_short_lifetime(near, far, 0.2)
+def test_pages_that_came_too_late_leave_by_themselves_and_are_nearer_once_their_request_has_computed_them(near, far):
+    store = open_tiers(near, far, prefetch_buffer=1 << 20, prefetch_lifetime=0.2)
     keys = page_keys(100)
     store_pages(far.inner, keys)
     assert store.count_leading(keys) == 100
     wait_until(lambda: far.metrics.value("prefetch", "wasted") == 100)
-    assert store.wait_until_written(30)
-    assert_hits(near.inner, keys)
     assert store.metrics.levels()["prefetch_buffer_bytes", ""] == 0
-    store.close()
-
-
-def test_pages_that_were_cleared_after_they_were_fetched_come_no_nearer(near, far):
-    """Cleared while a thread has taken them out of the buffer to give them away."""
-    store = opened_with_a_short_lifetime(near, far, 0.2)
-    keys = page_keys(8)
-    store_pages(far.inner, keys)
-    given = []
-    real = store._prefetcher._unread
-
-    def cleared_meanwhile(batch, announced):
-        store.clear(None)
-        given.extend(batch.keys)
-        real(batch, announced)
-
-    store._prefetcher._unread = cleared_meanwhile
-    store.count_leading(keys)
-    wait_until(lambda: len(given) == 8)
-    assert store.wait_until_written(30)
     assert not near.inner.objects
+    store_pages(store, keys)
+    assert_hits(near.inner, keys)
     store.close()

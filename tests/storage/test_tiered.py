@@ -11,6 +11,7 @@ from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
     HostPages,
     assert_hits,
     filled,
@@ -104,6 +105,7 @@ def test_one_look_up_per_tier_answers_a_chain(tiered, near, far):
 
 
 def test_pages_seen_further_out_are_read_from_there_while_the_inner_tier_is_read(tiered, near, far):
+    tiered.register_identity(IDENTITY, {"pool": {"segments": [100]}})
     keys = page_keys(4)
     store_pages(near.inner, keys[:2])
     store_pages(far.inner, keys[2:])

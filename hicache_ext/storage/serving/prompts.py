@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,67 +49,40 @@ def warm_prompts(
     seed: bytes = b"",
     progress: Progress = lambda done, pages: None,
 ) -> Counter[str]:
-    """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it;
-    what ``warm`` counts.
+    """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it:
+    every page that these have and it lacks, for each of the identities. Of a KV pool the leading run only: nothing
+    behind a gap is ever read. Of other pools all pages found.
 
-    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py.
-    Raises CommandError, StoreError or ConfigError with a sentence.
+    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Numbers of pages:
+    ``present`` before, ``fetched`` now, ``absent`` everywhere, ``failed`` to be read or written; and ``payload_bytes``
+    of the fetched. Raises CommandError, StoreError or ConfigError with a sentence.
     """
     target_name, source_names = _route(config, to)
-    opened: list[PageStore] = []
-    try:
-        opened += [open_tier(name, config.tiers[name]) for name in source_names]
-        documents = known_identities(config, opened)
-        if not documents:
-            raise no_identity(config, source_names)
-        documents = choose_model(documents, model)
-        sources = TieredStore(opened, [], settings=TieringSettings(prefetch_buffer=0))
-        target = open_tier(target_name, config.tiers[target_name])
-        opened.append(target)
+    with ExitStack() as opened:
+        stores = [opened.enter_context(closing(open_tier(name, config.tiers[name]))) for name in source_names]
+        documents = _known_documents(config, stores, source_names, model)
+        source = opened.enter_context(closing(TieredStore(stores, [], settings=TieringSettings(prefetch_buffer=0))))
+        target = opened.enter_context(closing(open_tier(target_name, config.tiers[target_name])))
         for digest, document in documents.items():
             target.register_identity(digest, document)
-        try:
-            return warm(sources, target, documents, prompts, seed=seed, progress=progress)
-        finally:
-            sources.close()
-    finally:
-        for store in opened:
-            store.close()
-
-
-def warm(
-    source: PageStore,
-    target: PageStore,
-    documents: Mapping[bytes, Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
-    *,
-    seed: bytes = b"",
-    progress: Progress = lambda done, pages: None,
-) -> Counter[str]:
-    """Copy every page of ``prompts`` that ``source`` has and ``target`` lacks, for each of the identities.
-
-    Of a KV pool the leading run only: nothing behind a gap is ever read. Of other pools all pages found. Numbers of
-    pages: ``present`` before, ``fetched`` now, ``absent`` everywhere, ``failed`` to be read or written; and
-    ``payload_bytes`` of the fetched.
-    """
-    keys_of_chains = [
-        (document["pool"], [digest + page for page in page_hashes(prompt, size, seed)])
-        for digest, document in documents.items()
-        for size in page_sizes(document, documents)
-        for prompt in prompts
-    ]
-    total = sum(len(keys) for _, keys in keys_of_chains)
-    report, done = Counter(present=0, fetched=0, failed=0, payload_bytes=0), 0
-    for pool, keys in keys_of_chains:
-        page_bytes = sum(pool["segments"])
-        at_once = max(1, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // page_bytes))
-        for first in range(0, len(keys), at_once):
-            complete = _warm_portion(source, target, keys[first : first + at_once], page_bytes, report)
-            progress(done + min(first + at_once, len(keys)), total)
-            if not complete and pool["name"] == KV_POOL:
-                break
-        done += len(keys)
-        progress(done, total)
+        keys_of_chains = [
+            (document["pool"], [digest + page for page in page_hashes(prompt, size, seed)])
+            for digest, document in documents.items()
+            for size in page_sizes(document, documents)
+            for prompt in prompts
+        ]
+        total = sum(len(keys) for _, keys in keys_of_chains)
+        report, done = Counter(present=0, fetched=0, failed=0, payload_bytes=0), 0
+        for pool, keys in keys_of_chains:
+            page_bytes = sum(pool["segments"])
+            at_once = max(1, min(_PAGES_AT_ONCE, _BYTES_AT_ONCE // page_bytes))
+            for first in range(0, len(keys), at_once):
+                complete = _warm_portion(source, target, keys[first : first + at_once], page_bytes, report)
+                progress(done + min(first + at_once, len(keys)), total)
+                if not complete and pool["name"] == KV_POOL:
+                    break
+            done += len(keys)
+            progress(done, total)
     report["absent"] = total - report["present"] - report["fetched"] - report["failed"]
     return report
 
@@ -144,23 +117,34 @@ def _warm_portion(
     return sum(stored) == len(missing)
 
 
-def known_identities(config: HicacheExtConfig, opened: Sequence[PageStore] = ()) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document of every identity recorded in the directories of tiers and in the stores ``opened``.
+def _known_documents(
+    config: HicacheExtConfig,
+    opened: Iterable[PageStore],
+    names: Iterable[str],
+    model: str | None,
+    unread: Iterable[str] = (),
+) -> dict[bytes, dict[str, Any]]:
+    """Digest -> document of every identity of one model that the directories of tiers and the stores ``opened`` know.
 
-    Without flat tensors, and without documents that do not fit their digest. Raises StoreError.
+    Without flat tensors, and without documents that do not fit their digest. Raises StoreError; CommandError where the
+    tiers ``names`` know none, saying that some were ``unread``, and where it is not clear which model.
     """
-    documents: dict[bytes, dict[str, Any]] = {}
-    for store in opened:
-        if (keeper := ability(store, IdentityKeeper)) is not None:
-            documents |= {
-                digest: document for digest, document in keeper.identities().items() if _describes(document, digest)
-            }
+    keepers = [keeper for store in opened if (keeper := ability(store, IdentityKeeper)) is not None]
+    known = [item for keeper in keepers for item in keeper.identities().items()]
     for tier in config.tiers.values():
         for path in tier.directories() if tier.keeps_identities else ():
-            for digest, document in sorted(documents_in(Path(path))):
-                if _describes(document, digest):
-                    documents[digest] = document
-    return documents
+            known += sorted(documents_in(Path(path)))
+    documents = {digest: document for digest, document in known if _describes(document, digest)}
+    if not documents:
+        silent = ", ".join(
+            f"{name} ({config.tiers[name].type})" for name in names if not config.tiers[name].keeps_identities
+        )
+        because = "".join(f"; {reason}" for reason in (*([f"{silent} keeps none"] if silent else []), *unread))
+        raise CommandError(
+            f"no tier knows an identity{because}; a server with this configuration writes them when it starts, or copy "
+            "PATH/identities of another node's file tier into that of this one"
+        )
+    return _of_model(documents, model)
 
 
 def documents_in(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -172,19 +156,7 @@ def documents_in(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield digest, document
 
 
-def no_identity(config: HicacheExtConfig, tiers: Iterable[str], unread: Iterable[str] = ()) -> CommandError:
-    """The error where these tiers know no identity: why, as far as that is known, and what to do."""
-    silent = ", ".join(
-        f"{name} ({config.tiers[name].type})" for name in tiers if not config.tiers[name].keeps_identities
-    )
-    because = "".join(f"; {reason}" for reason in (*([f"{silent} keeps none"] if silent else []), *unread))
-    return CommandError(
-        f"no tier knows an identity{because}; a server with this configuration writes them when it starts, or copy "
-        "PATH/identities of another node's file tier into that of this one"
-    )
-
-
-def choose_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
+def _of_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
     """The identities of one model. Raises CommandError if it is not clear which model."""
     names = {digest: str(document["model"]["id"]) for digest, document in documents.items()}
     models = ", ".join(sorted({shown_text(name) for name in names.values()}))
@@ -317,18 +289,16 @@ def explain(
     tiers = {name: config.tiers[name] for name in config.retrieve_locations or config.store_locations}
     opened: dict[str, PageStore] = {}
     unread: dict[str, str] = {}
-    try:
+    with ExitStack() as stores:
         for name, tier in tiers.items():
             if not tier.directories():
                 try:
                     # Required: one that is not there is to say so, and not to answer that it has nothing.
-                    opened[name] = open_tier(name, tier.model_copy(update={"required": True}))
+                    store = open_tier(name, tier.model_copy(update={"required": True}))
+                    opened[name] = stores.enter_context(closing(store))
                 except StoreError as error:
                     unread[name] = str(error)
-        documents = known_identities(config, list(opened.values()))
-        if not documents:
-            raise no_identity(config, tiers, unread.values())
-        of_model = choose_model(documents, model)
+        of_model = _known_documents(config, opened.values(), tiers, model, unread.values())
         sizes = {digest: page_sizes(document, of_model) for digest, document in of_model.items()}
         # Ranks and pools of one page size have the same hashes.
         hashes = {size: page_hashes(tokens, size, seed) for size in set(itertools.chain.from_iterable(sizes.values()))}
@@ -344,9 +314,6 @@ def explain(
                     unread[name] = f"it could not answer ({trouble})"
             else:
                 unread |= _look(name, tier, chains)
-    finally:
-        for store in opened.values():
-            store.close()
     chains.sort(key=lambda chain: (chain.pool != KV_POOL, -chain.leading, -len(chain.found), chain.digest))
     return Explanation(len(tokens), chains, unread)
 

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 
@@ -62,54 +62,44 @@ def of_identities(digests: Sequence[bytes] | None) -> Callable[[bytes], bool]:
     return lambda key: key[:IDENTITY_LENGTH] in chosen
 
 
+READ, FETCH = "read", "fetch"
+"""A read that SGLang waits for; a prefetch, whose read it is going to wait for."""
+
+
 class IoPriority:
-    """Counts the foreground reads and the prefetches under way on far tiers; work of lower priority waits for them.
+    """Notes what is under way on far tiers; work of lower priority waits for it.
 
     Thread-safe. Entering never waits.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._reads: dict[object, float] = {}
-        """When each began that is under way."""
-        self._fetches: dict[object, float] = {}
+        self._under_way: dict[object, tuple[str, float]] = {}
+        """What each is, and when it began."""
         self._open_for_good = False
 
-    def read(self) -> AbstractContextManager[None]:
-        """Around a read that SGLang waits for."""
-        return self._entered(self._reads)
-
-    def fetch(self) -> AbstractContextManager[None]:
-        """Around a prefetch: SGLang is going to wait for its read."""
-        return self._entered(self._fetches)
-
     @contextmanager
-    def _entered(self, under_way: dict[object, float]) -> Iterator[None]:
+    def entered(self, kind: str) -> Iterator[None]:
+        """Around a READ or a FETCH."""
         this = object()
         with self._condition:
-            under_way[this] = time.monotonic()
+            self._under_way[this] = kind, time.monotonic()
         try:
             yield
         finally:
             with self._condition:
-                del under_way[this]
-                if not under_way:
-                    self._condition.notify_all()
+                del self._under_way[this]
+                self._condition.notify_all()
 
-    def wait_for_quiet(self, patience: float) -> None:
-        """Return when no foreground read is under way, after ``patience`` seconds in any case: on a busy tier the
+    def wait(self, patience: float, *kinds: str) -> None:
+        """Return when nothing of these kinds is under way, after ``patience`` seconds in any case: on a busy tier the
         background would otherwise never run, and it is what relieves the tier."""
-        self._wait(patience, self._reads)
 
-    def wait_until_idle(self, patience: float) -> None:
-        """Return when neither a foreground read nor a fetch is under way, after ``patience`` seconds in any case."""
-        self._wait(patience, self._reads, self._fetches)
-
-    def _wait(self, patience: float, *kinds: dict[object, float]) -> None:
         def is_over() -> bool:
             # Not for what has been under way for longer than that: it hangs, and would delay each batch of others.
             since = time.monotonic() - patience
-            return self._open_for_good or not any(begun > since for kind in kinds for begun in kind.values())
+            under_way = self._under_way.values()
+            return self._open_for_good or not any(kind in kinds and begun > since for kind, begun in under_way)
 
         with self._condition:
             self._condition.wait_for(is_over, patience)

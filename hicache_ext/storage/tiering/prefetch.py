@@ -6,9 +6,9 @@ foreground read takes them from there. A foreground read never waits for a page 
 itself. It waits for a page that is being fetched, so that no bytes travel twice at a time.
 
 SGLang tells a backend neither of an abort nor that a hit was below its threshold. So an announced page has a lifetime;
-a page that nobody has read by then is given to ``unread`` (it came too late for this request, and may serve the next
-from a nearer tier), dropped, and counted as wasted. close(), clear() and remove() drop at once. Waste is bounded by the
-buffer per lifetime. A page that was read stays, too, for other requests that have found it, until its room is needed.
+a page that nobody has read by then is dropped, and counted as wasted. close(), clear() and remove() drop at once. Waste
+is bounded by the buffer per lifetime. A page that was read stays, too, for other requests that have found it, until its
+room is needed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import StoreClosedError
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import one_for_each
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, identity_of
-from hicache_ext.storage.tiering.background_work import IoPriority, StillWanted, always
+from hicache_ext.storage.tiering.background_work import FETCH, READ, IoPriority, StillWanted, always
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
 logger = logging.getLogger(__name__)
@@ -72,15 +71,11 @@ class Fetch:
     """Of each page its own: one that nobody reads keeps that of no other."""
     held: int = 0
     """Pages that have memory, or will have."""
-    results: list[GetResult] = field(default_factory=list)
+    results: dict[bytes, GetResult] = field(default_factory=dict)
     """The answers of the tier."""
     under_way: bool = True
     unread: set[bytes] = field(default_factory=set)
     """Of ``live``, those that are in memory and that nobody has read."""
-
-
-Staged = tuple[Fetch, int]
-"""A page that is in the buffer, or on its way there: its fetch, and its row in it."""
 
 
 class Prefetcher:
@@ -97,12 +92,8 @@ class Prefetcher:
         gate: IoPriority,
         metrics: TierMetrics,
         clock: Callable[[], float] = time.monotonic,
-        unread: Callable[[PageBatch, Announced], None] | None = None,
     ) -> None:
-        """``unread`` takes pages that nobody has read in time [a thread of its own]; it may use their memory until it
-        returns."""
         self._settings = settings
-        self._unread = unread
         self._gate = gate
         self._metrics = metrics
         self._clock = clock
@@ -111,8 +102,8 @@ class Prefetcher:
         """What is to be fetched, by tier: each has threads of its own, so that one that hangs stops no other."""
         self._fetches: dict[Fetch, None] = {}
         """Those that have memory, the longest ago first."""
-        self._pages: dict[bytes, Staged] = {}
-        """Where each key is that is ``live``."""
+        self._pages: dict[bytes, Fetch] = {}
+        """Whose each key is that is ``live``: in the buffer, or on its way there."""
         self._being_read: list[set[bytes]] = []
         """Keys that foreground reads are reading from their tier."""
         self._sources = 1
@@ -120,11 +111,11 @@ class Prefetcher:
         """Bytes of pages being fetched, by tier."""
         self._held = 0
         """Bytes of pages being fetched and staged."""
-        self._changed = False
-        """Pages were planned, staged or dropped, and nobody was woken yet."""
         self._closing = False
         self._threads = ThreadPool("hicache-prefetch")
         self._streams: Counter[PageStore] = Counter()
+        """Threads that fetch, by tier."""
+        self._lifetimes = BackgroundLoop("hicache-prefetch-lifetimes", self._drop_expired)
         self._log = LimitedLog(logger)
         self._publish_level()
 
@@ -133,34 +124,28 @@ class Prefetcher:
         with self._condition:
             self._settings = settings
             self._sources = max(1, sources)
-            self._condition.notify_all()
+            self._go_on()
 
     def forget_source(self, source: PageStore) -> None:
-        """The tier is in use no more: drop what came from it, and end its threads."""
+        """The tier is in use no more: drop what came from it, and what is to come."""
         with self._condition:
-            self._forget([key for key, (fetch, _) in self._pages.items() if fetch.announced.source is source])
-            if (plan := self._plans.pop(source, None)) is not None:
-                self._unplan(plan, set(plan))
-            self._changed = True
-            self._dropped()
+            self._forget([key for key, fetch in self._pages.items() if fetch.announced.source is source])
+            self._plans.pop(source, None)
+            self._go_on()
 
     # -- what is to come -------------------------------------------------------------------------------------------
 
     def announce(self, keys: Sequence[bytes], source: PageStore, size: int, still_wanted: StillWanted = always) -> None:
         """Pages of one identity, of ``size`` bytes each, are likely to be read soon, in the order of the chain.
 
-        Not if they were cleared since ``still_wanted``. Pages beyond what the buffer holds twice are not planned: they
-        would expire before there is memory for them.
+        Not if they were cleared since ``still_wanted``. What there is no room for stays planned, for its lifetime: a
+        read learns from it where its pages are. So it does without a buffer, where nothing is fetched.
         """
         now = self._clock()
         with self._condition:
-            settings = self._settings
-            if (
-                self._closing
-                or not keys
-                or not 0 < size <= settings.prefetch_buffer
-                or not still_wanted(identity_of(keys))
-            ):
+            # A page larger than the buffer would be in the way of those behind it.
+            too_large = 0 < self._settings.prefetch_buffer < size
+            if self._closing or too_large or not (keys and size) or not still_wanted(identity_of(keys)):
                 return
             self._expire(now)
             plan = self._plans.setdefault(source, {})
@@ -168,76 +153,78 @@ class Prefetcher:
             # Whichever tier they are to come from.
             planned = [asked.keys() & of_tier.keys() for of_tier in self._plans.values()]
             busy = (asked.keys() & self._pages.keys()).union(*planned, *self._being_read)
-            most = min(2 * settings.prefetch_buffer // size, _MOST_PLANNED // self._sources - len(plan))
-            new = [key for key in asked if key not in busy][: max(0, most)]
+            most = max(0, _MOST_PLANNED // self._sources - len(plan))
+            new = [key for key in asked if key not in busy][:most]
             if new:
                 plan.update(dict.fromkeys(new, Announced(source, size, now, still_wanted)))
-                self._start(source)
-                self._changed = True
-            self._dropped()
+            self._go_on()
 
     def forget(self, wanted: Callable[[bytes], bool]) -> None:
         """Drop the pages whose keys are ``wanted``."""
         with self._condition:
             self._forget([key for key in itertools.chain(self._pages, *self._plans.values()) if wanted(key)])
-            self._dropped()
+            self._go_on()
 
     def inside(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are in the buffer."""
         with self._condition:
-            return [page[0].under_way for page in map(self._pages.get, keys) if page is not None].count(False)
+            return [fetch.under_way for fetch in map(self._pages.get, keys) if fetch is not None].count(False)
 
     # -- foreground reads ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reading(self, keys: Sequence[bytes]) -> Iterator[list[Staged | None]]:
-        """Around a foreground read of ``keys``: for each the page that is staged or being fetched, or None.
+    def reading(self, keys: Sequence[bytes]) -> Iterator[tuple[list[Fetch | None], dict[bytes, PageStore]]]:
+        """Around a foreground read of ``keys``: for each the fetch that has brought it, or is about to, or None; and
+        in which tier those are that were only planned.
 
-        Planned pages are taken over. The caller reads keys with None itself, and passes all other pages to ``take``.
+        These are taken over. The caller reads keys with None itself, and passes all other pages to ``take``.
         """
         with self._condition:
             self._expire(self._clock())
-            pages = list(map(self._pages.get, keys))
-            own = {key for key, page in zip(keys, pages, strict=True) if page is None}
+            fetches = list(map(self._pages.get, keys))
+            own = {key for key, fetch in zip(keys, fetches, strict=True) if fetch is None}
+            planned: dict[bytes, PageStore] = {}
             for source, plan in self._plans.items():
                 if overtaken := plan.keys() & own:
-                    self._unplan(plan, overtaken)
-                    source.metrics.add("prefetch", "overtaken", len(overtaken))
-            under_way = [page[0].announced.source for page in pages if page is not None and page[0].under_way]
+                    _unplan(plan, overtaken)
+                    planned.update(dict.fromkeys(overtaken, source))
+                    if self._settings.prefetch_buffer:
+                        source.metrics.add("prefetch", "overtaken", len(overtaken))
+            under_way = [fetch.announced.source for fetch in fetches if fetch is not None and fetch.under_way]
             for source, joined in Counter(under_way).items():
                 source.metrics.add("prefetch", "joined", joined)
             self._being_read.append(own)
-            self._dropped()
+            self._go_on()
         try:
-            yield pages
+            yield fetches, planned
         finally:
             with self._condition:
                 self._being_read.remove(own)
 
-    def take(self, wanted: Sequence[Staged], buffers: Sequence[Sequence[memoryview]]) -> list[GetResult]:
-        """Copy pages into host memory, waiting for those that are being fetched. For each HIT, or why there is none.
+    def take(self, batch: PageBatch, fetches: Sequence[Fetch]) -> list[GetResult]:
+        """Copy the page of each fetch into host memory, waiting for those under way. HIT, or why there is none.
 
         MISS, TIMEOUT and the like are the tier's answer: it need not be asked again. REJECTED: the page was dropped
         meanwhile.
         """
-        results = [GetResult.REJECTED] * len(wanted)
+        keys, buffers = list(batch.keys), list(batch.buffers)
+        results = [GetResult.REJECTED] * len(keys)
         of_fetch: dict[Fetch, list[int]] = {}
-        for position, (fetch, _) in enumerate(wanted):
+        for position, fetch in enumerate(fetches):
             of_fetch.setdefault(fetch, []).append(position)
         # What has been fetched is copied while the rest is on its way.
         for fetch, positions in sorted(of_fetch.items(), key=lambda item: item[0].under_way):
-            keys = {fetch.keys[wanted[position][1]] for position in positions}
+            wanted = {keys[position] for position in positions}
             with self._condition:
-                while fetch.under_way and not fetch.live.isdisjoint(keys):
+                while fetch.under_way and not fetch.live.isdisjoint(wanted):
                     self._condition.wait()
                 # These references keep the memory of pages that are dropped while they are copied outside the lock.
-                memory = {key: fetch.memory[key] for key in fetch.live & keys}
+                memory = {key: fetch.memory[key] for key in fetch.live & wanted}
             copied = set()
             for position in positions:
-                row, segments, begin = wanted[position][1], buffers[position], 0
-                key = fetch.keys[row]
-                if fetch.results and fetch.results[row] is not GetResult.HIT:
-                    results[position] = fetch.results[row]
+                key, segments, begin = keys[position], buffers[position], 0
+                if (answer := fetch.results.get(key, GetResult.HIT)) is not GetResult.HIT:
+                    results[position] = answer
                 elif key in memory and sum(map(_nbytes, segments)) == fetch.announced.size:
                     for segment in segments:
                         # numpy releases the GIL while it copies.
@@ -245,81 +232,53 @@ class Prefetcher:
                         begin += segment.nbytes
                     copied.add(key)
                     results[position] = GetResult.HIT
-            self._note_read(fetch, copied)
+            with self._condition:
+                # Before the lock is given back: what is dropped later counts as wasted where this was not counted.
+                if useful := len(fetch.unread & copied):
+                    _count(fetch.announced, "useful", useful)
+                fetch.unread -= copied
+                # What was read gives its room to others.
+                self._go_on()
         return results
-
-    def _note_read(self, fetch: Fetch, keys: set[bytes]) -> None:
-        with self._condition:
-            # Before the lock is given back: what is dropped later counts as wasted where this was not counted.
-            if useful := len(fetch.unread & keys):
-                _count(fetch.announced, "useful", useful)
-            fetch.unread -= keys
-            # What was read gives its room to others.
-            self._changed = True
-            self._dropped()
 
     def close(self, longest: float = math.inf) -> None:
         """Drop everything, wait for fetches under way, but not beyond ``longest`` (time.monotonic()), end the threads.
         Idempotent."""
         with self._condition:
-            self._closing = self._changed = True
+            self._closing = True
             self._plans.clear()
             self._forget(list(self._pages))
-            self._dropped()
+            self._go_on()
+        self._lifetimes.stop()
         if self._threads.close(None if longest == math.inf else max(0.0, longest - time.monotonic())):
             logger.warning("hicache_ext: a prefetch hangs in its tier; its thread ends with it")
 
     # -- fetching --------------------------------------------------------------------------------------------------
 
-    def _start(self, source: PageStore) -> None:
-        # Without a thread to be had, a foreground read takes the pages from their tier itself.
-        with contextlib.suppress(RuntimeError):
-            while self._streams[source] < self._settings.prefetch_streams:
-                self._threads.start(functools.partial(self._run, source))
-                self._streams[source] += 1
-
     def _run(self, source: PageStore) -> None:
+        """Fetch until nothing is planned or there is no room: ``_go_on`` starts another thread then."""
         try:
-            while self._wait_for_work(source):
-                if late := self._take_late():
-                    self._give_away(*late)
-                    continue
-                self._gate.wait_for_quiet(_PATIENCE)
-                with self._gate.fetch():
+            while True:
+                self._gate.wait(_PATIENCE, READ)
+                with self._gate.entered(FETCH):
                     with self._condition:
-                        fetch = self._next_fetch(source)
-                    if fetch is not None:
-                        self._fetch(fetch)
+                        if (fetch := self._next_fetch(source)) is None:
+                            self._streams -= Counter([source])
+                            return
+                    self._fetch(fetch)
         except Exception:
             # Nobody asks how this call of the pool has ended.
             logger.exception("hicache_ext: a thread of the prefetch ended in an error that nobody expected")
-        finally:
             with self._condition:
-                self._streams[source] -= 1
-                if not self._streams[source]:
-                    del self._streams[source]
+                self._streams -= Counter([source])
 
-    def _wait_for_work(self, source: PageStore) -> bool:
-        """True when there may be something to fetch, False at the end."""
-        with self._condition:
-            while not self._closing and source in self._plans:
-                now = self._clock()
-                some_are_late = self._expire(now)
-                fits = self._room(source) > 0
-                self._dropped()
-                if fits or some_are_late:
-                    return True
-                oldest = min((fetch.announced.made for fetch in self._fetches if not fetch.under_way), default=None)
-                lifetime = self._settings.prefetch_lifetime
-                self._condition.wait(None if oldest is None else max(0.05, oldest + lifetime - now))
-            return False
-
-    def _room(self, source: PageStore) -> int:
-        """How many of the pages that are planned next, of one announcement, may be fetched now."""
+    def _next_fetch(self, source: PageStore) -> Fetch | None:
+        """What is planned next, of one announcement, as much as there is room for."""
         plan, buffer = self._plans.get(source), self._settings.prefetch_buffer
-        if not plan or self._closing:
-            return 0
-        size = next(iter(plan.values())).size
+        if not plan:
+            return None
+        announced = next(iter(plan.values()))
+        size = announced.size
         wanted = min(_PAGES_AT_ONCE, len(plan)) * size
         for fetch in list(self._fetches):
             if self._held + wanted <= buffer:
@@ -328,21 +287,16 @@ class Prefetcher:
                 self._drop(fetch, fetch.live - fetch.unread)
         # Of several tiers none may fill the buffer with fetches that do not end.
         share = buffer if self._sources < 2 else max(size, buffer // 2)
-        return min(wanted, share - self._fetching[source], buffer - self._held) // size
-
-    def _next_fetch(self, source: PageStore) -> Fetch | None:
-        if (room := self._room(source)) <= 0:
+        room = min(wanted, share - self._fetching[source], buffer - self._held) // size
+        if room <= 0:
             return None
-        plan = self._plans[source]
-        announced = next(iter(plan.values()))
         keys = [key for key, of_key in itertools.islice(plan.items(), room) if of_key is announced]
-        for key in keys:
-            del plan[key]
+        _unplan(plan, keys)
         fetch = Fetch(announced, keys, set(keys), held=len(keys))
         self._fetches[fetch] = None
-        self._pages.update(zip(keys, zip(itertools.repeat(fetch), range(len(keys))), strict=False))
-        self._held += len(keys) * announced.size
-        self._fetching[source] += len(keys) * announced.size
+        self._pages.update(dict.fromkeys(keys, fetch))
+        self._held += len(keys) * size
+        self._fetching[source] += len(keys) * size
         return fetch
 
     def _fetch(self, fetch: Fetch) -> None:
@@ -351,86 +305,53 @@ class Prefetcher:
             fetch.memory = {key: np.empty(size, np.uint8) for key in fetch.keys}
             batch = PageBatch(fetch.keys, [[page.data] for page in fetch.memory.values()])
             # Found later, too few would leave a foreground read waiting for these pages.
-            results = one_for_each(source.get(batch), len(fetch.keys))
+            answers = one_for_each(source.get(batch), len(fetch.keys))
         except BaseException as error:  # noqa: BLE001 - also a panic inside a client library: readers wait for them
             kind, words = f"{source.name} {type(error).__name__}", "hicache_ext: prefetch from %s: %r"
             self._log.log(logging.ERROR, kind, words, source.name, error, exc_info=error)
-            results = [GetResult.ERROR] * len(fetch.keys)
-        hits = {key for key, result in zip(fetch.keys, results, strict=True) if result is GetResult.HIT}
+            answers = [GetResult.ERROR] * len(fetch.keys)
+        results = dict(zip(fetch.keys, answers, strict=True))
+        hits = {key for key, result in results.items() if result is GetResult.HIT}
         source.metrics.add("prefetch", "failed", len(fetch.keys) - len(hits))
         _count(fetch.announced, "fetched", len(hits))
         with self._condition:
-            self._fetching[source] -= len(fetch.keys) * size
+            self._fetching -= Counter({source: len(fetch.keys) * size})
             self._drop(fetch, fetch.live - hits)
             # What was dropped while it was under way, was not wanted.
             _count(fetch.announced, "wasted", len(hits - fetch.live))
             fetch.unread, fetch.results, fetch.under_way = set(fetch.live), results, False
             self._release(fetch)
-            self._dropped()
+            self._go_on()
+            self._lifetimes.wake(max(0.0, fetch.announced.made + self._settings.prefetch_lifetime - self._clock()))
 
-    # -- pages that nobody has read in time ------------------------------------------------------------------------
-
-    def _take_late(self) -> tuple[Fetch, set[bytes]] | None:
-        """A fetch, and its pages that were not read in time. Its bytes count until it is released."""
+    def _drop_expired(self) -> float:
         with self._condition:
             now = self._clock()
-            fetch = next((fetch for fetch in self._fetches if self._is_late(fetch, now)), None)
-            if fetch is None:
-                return None
-            late, fetch.unread, fetch.under_way = fetch.unread, set(), True
-            self._drop(fetch, fetch.live)
-            return fetch, late
-
-    def _give_away(self, fetch: Fetch, late: set[bytes]) -> None:
-        try:
-            if self._unread is not None:
-                keys = [key for key in fetch.keys if key in late]
-                with contextlib.suppress(StoreClosedError):
-                    self._unread(PageBatch(keys, [[fetch.memory[key].data] for key in keys]), fetch.announced)
-        finally:
-            with self._condition:
-                _count(fetch.announced, "wasted", len(late))
-                fetch.under_way = False
-                self._release(fetch)
-                self._dropped()
-
-    def _is_late(self, fetch: Fetch, now: float) -> bool:
-        """Whether it has pages for ``unread``. Until a thread gives them away they may be read."""
-        return bool(self._unread is not None and fetch.unread and self._has_expired(fetch.announced, now))
-
-    def _has_expired(self, announced: Announced, now: float) -> bool:
-        return now >= announced.made + self._settings.prefetch_lifetime
+            self._expire(now)
+            self._go_on()
+            oldest = min((fetch.announced.made for fetch in self._fetches if not fetch.under_way), default=math.inf)
+            return oldest + self._settings.prefetch_lifetime - now
 
     # -- under the lock --------------------------------------------------------------------------------------------
 
-    def _expire(self, now: float) -> bool:
-        """Whether there are pages for ``unread``."""
-        late = False
+    def _expire(self, now: float) -> None:
+        made = now - self._settings.prefetch_lifetime
         # They are in the order of their fetches: those of a slow tier may expire before those of another.
-        for fetch in [fetch for fetch in self._fetches if self._has_expired(fetch.announced, now)]:
-            if self._is_late(fetch, now):
-                late = True
-            elif not fetch.under_way:
-                self._drop(fetch, fetch.live)
+        for fetch in [fetch for fetch in self._fetches if fetch.announced.made <= made and not fetch.under_way]:
+            self._drop(fetch, fetch.live)
         for plan in self._plans.values():
-            if plan and self._has_expired(next(iter(plan.values())), now):
-                self._unplan(plan, {key for key, announced in plan.items() if self._has_expired(announced, now)})
-        return late
+            if plan and next(iter(plan.values())).made <= made:
+                _unplan(plan, [key for key, announced in plan.items() if announced.made <= made])
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         """Drop pages in any state."""
         of_fetch: dict[Fetch, set[bytes]] = {}
         for key in (wanted := set(keys)) & self._pages.keys():
-            of_fetch.setdefault(self._pages[key][0], set()).add(key)
+            of_fetch.setdefault(self._pages[key], set()).add(key)
         for fetch, some in of_fetch.items():
             self._drop(fetch, some)
         for plan in self._plans.values():
-            self._unplan(plan, plan.keys() & wanted)
-
-    def _unplan(self, plan: dict[bytes, Announced], keys: AbstractSet[bytes]) -> None:
-        for key in keys:
-            del plan[key]
-        self._changed = self._changed or bool(keys)
+            _unplan(plan, plan.keys() & wanted)
 
     def _drop(self, fetch: Fetch, keys: set[bytes]) -> None:
         """Forget live pages of a fetch, and their memory, unless it is under way."""
@@ -440,7 +361,6 @@ class Prefetcher:
             _count(fetch.announced, "wasted", wasted)
             fetch.unread = fetch.unread - keys
         fetch.live = fetch.live - keys
-        self._changed = True
         if not fetch.under_way:
             self._release(fetch)
 
@@ -449,21 +369,28 @@ class Prefetcher:
         fetch.memory = {key: page for key, page in fetch.memory.items() if key in fetch.live}
         self._held -= (fetch.held - len(fetch.memory)) * fetch.announced.size
         fetch.held = len(fetch.memory)
-        self._changed = True
         if not fetch.live:
             self._fetches.pop(fetch, None)
 
-    def _dropped(self) -> None:
-        """Once after all that may have changed in one go: wake who waits. Threads that wait come here, too: they must
-        not wake each other for nothing."""
-        if not self._changed:
-            return
-        self._changed = False
+    def _go_on(self) -> None:
+        """After all that may have changed in one go: wake readers, and start threads where something is planned."""
         self._publish_level()
         self._condition.notify_all()
+        for source, plan in self._plans.items() if self._settings.prefetch_buffer else ():
+            threads = min(self._streams[source] + -(-len(plan) // _PAGES_AT_ONCE), self._settings.prefetch_streams)
+            # Without a thread to be had, a foreground read takes the pages from their tier itself.
+            with contextlib.suppress(RuntimeError):
+                while self._streams[source] < threads:
+                    self._threads.start(functools.partial(self._run, source))
+                    self._streams[source] += 1
 
     def _publish_level(self) -> None:
         self._metrics.set_level("prefetch_buffer_bytes", "", self._held)
+
+
+def _unplan(plan: dict[bytes, Announced], keys: Iterable[bytes]) -> None:
+    for key in keys:
+        del plan[key]
 
 
 def _count(announced: Announced, outcome: str, pages: int) -> None:

@@ -12,7 +12,6 @@ docs/decisions/pull-rule.md.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -22,6 +21,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import numpy as np
 
 from hicache_ext.config.model import PullConfig
 from hicache_ext.errors import StoreClosedError
@@ -86,18 +87,13 @@ class SizedCost:
     def predict(self, amount: float) -> float | None:
         """Seconds for ``amount``; None before the first observation."""
         with self._lock:
-            known = [(one.amount, one.seconds) for _, one in sorted(self._by_size.items())]
+            known = [one for _, one in sorted(self._by_size.items())]
         if not known:
             return None
-        if amount <= known[0][0]:
-            return known[0][1] * amount / known[0][0]
-        for (below, seconds_below), (above, seconds_above) in itertools.pairwise(known):
-            if amount <= above:
-                return seconds_below + (seconds_above - seconds_below) * (amount - below) / (above - below)
-        if len(known) == 1:
-            return known[0][1]
-        (below, seconds_below), (last, seconds_last) = known[-2:]
-        return seconds_last + max(0.0, seconds_last - seconds_below) * (amount - last) / (last - below)
+        amounts, seconds = [0.0, *[one.amount for one in known]], [0.0, *[one.seconds for one in known]]
+        beyond = max(0.0, amount - amounts[-1]) if len(known) > 1 else 0.0
+        slope = max(0.0, seconds[-1] - seconds[-2]) / (amounts[-1] - amounts[-2])
+        return float(np.interp(amount, amounts, seconds)) + beyond * slope
 
     def doubt(self, amount: int) -> float:
         """The factor, 1 or more, by which the estimate for ``amount`` may be too high."""

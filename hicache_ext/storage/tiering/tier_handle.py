@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 ADMINISTRATION_WAIT = 2.0
 """Seconds for which clear(), to say what the store had, and register_identity() wait for the store. Not on SGLang's
 scheduler."""
-_ADMINISTRATION = Backoff(0.25, 10.0)
-_REMOVALS = Backoff(0.05, 2.0)
+_AGAIN = Backoff(0.1, 5.0)
 _WRITES_END = 0.01
 """Seconds before pages that are being written are looked at again."""
 _UNKNOWN = ("error", "timeout", "rejected", "failure")
@@ -94,8 +93,7 @@ class TierHandle(DelegatingStore):
         self._settings = settings = settings or TieringSettings()
         self.writes = WriteBehind(self, settings.store_buffer, queue="async", waits=True)
         self.promotions = WriteBehind(self, settings.promotion_buffer, queue="promotion", waits=False)
-        self._administration = BackgroundLoop(f"hicache-{store.name}-admin", self._administer, _ADMINISTRATION)
-        self._removals = BackgroundLoop(f"hicache-{store.name}-removals", self._remove_hidden, _REMOVALS)
+        self._loop = BackgroundLoop(f"hicache-{store.name}-admin", self._administer_and_remove, _AGAIN)
 
     def admit_by(self, settings: AdmissionSettings | None) -> None:
         """From now on. What was learnt stays, where nothing has changed."""
@@ -158,9 +156,9 @@ class TierHandle(DelegatingStore):
         clears = [work.digests for work in self._work if work.clears]
         everything = None in clears
         cleared = frozenset().union(*[digests for digests in clears if digests is not None])
-        if clears and not self._administration.running:
+        if clears and not self._loop.running:
             # There was no thread to be had when it began.
-            self._administration.wake()
+            self._loop.wake()
         return [(key, load, key in hidden, everything or key[:IDENTITY_LENGTH] in cleared) for key, load in queued]
 
     def set(self, batch: PageBatch) -> list[SetResult]:
@@ -281,10 +279,13 @@ class TierHandle(DelegatingStore):
                 work = last
             else:
                 self._work = [*self._work, work]
-        if not self._administration.wake() and not must_answer_at_once():
+        if not self._loop.wake() and not must_answer_at_once():
             # No thread to be had: better slow than never.
             self._administer()
         return work
+
+    def _administer_and_remove(self) -> float | Retry | None:
+        return self._administer() or self._remove_hidden()
 
     def _administer(self) -> Retry | None:
         """Carry out what waits, in order. What fails is tried again, and so is what comes behind it."""
@@ -325,7 +326,7 @@ class TierHandle(DelegatingStore):
             self.hidden = self.hidden.union(keys)
             more = len(self.hidden) > before
         if more:
-            self._removals.wake()
+            self._loop.wake()
 
     # -- removals --------------------------------------------------------------------------------------------------
 
@@ -388,8 +389,7 @@ class TierHandle(DelegatingStore):
             self._closed = True
         while (self._work or self.hidden) and time.monotonic() < drain:
             time.sleep(0.001)
-        for loop in (self._administration, self._removals):
-            loop.stop(max(0.0, longest - time.monotonic()))
+        self._loop.stop(max(0.0, longest - time.monotonic()))
         if self._work or self.hidden:
             logger.warning("hicache_ext: tier %s: closed before everything cleared was removed from it", self.name)
         left = max(0.0, longest - time.monotonic())
@@ -419,8 +419,8 @@ _PAGES_AT_ONCE = 64
 _REFUSED = Backoff(0.05, 1.0)
 """Seconds before pages that a tier did not take are offered to it again."""
 _FORGOTTEN_AT_ONCE = 1000
-_COPIED_AT_ONCE = 16 << 20
-"""Bytes of a batch that take their space, and are copied, before others have their turn."""
+_GATHERED_FOR = 0.01
+"""Seconds after the first page of an empty queue at which writing begins, while the rest is still copied."""
 _MOST_REFUSALS = 3
 """How often a tier may answer REJECTED for a page while it stores others: it never takes it, and it is dropped."""
 _FIRST_SPACE_WAIT, _SHORTEST_SPACE_WAIT, _LONGEST_SPACE_WAIT = 1.0, 0.25, 5.0
@@ -456,10 +456,9 @@ class WriteBehind:
         self._refused: dict[bytes, tuple[float, int]] = {}
         """Since when the tier refuses a page, and how often it did while it took others."""
         self._refusals_in_a_row = 0
-        self._batches_taken = 0
         self._space_wait = _FIRST_SPACE_WAIT
-        self._stalled = False
-        """An offer has waited in vain: nobody waits again until the tier has taken something."""
+        self._moves_until = 0.0
+        """From then on (time.monotonic()) nobody waits for space, until the tier has taken something."""
         self._closing = False
         self._deadline = 0.0
         self._loop = BackgroundLoop(f"hicache-{queue}-{tier.name}", self._write_waiting)
@@ -481,53 +480,12 @@ class WriteBehind:
         end. Of a tier that refuses or hangs it does not wait, but for the moment in which that shows, once.
         """
         batch = batch.select(positions)
-        keys, sizes, buffers = list(batch.keys), batch.sizes, list(batch.buffers)
-        results = [SetResult.REJECTED] * len(keys)
-        done = 0
-        while done < len(keys):
-            reserved: list[int] = []
-            held = 0
-            with self._condition:
-                for at in range(done, len(keys)):
-                    key, size = keys[at], sizes[at]
-                    if held >= _COPIED_AT_ONCE:
-                        break
-                    if key not in self._waiting and self._bytes + size > self.capacity:
-                        if reserved:
-                            # The queue moves only with what is in it.
-                            break
-                        self._wait_for_space(size)
-                    if key in self._waiting:
-                        results[at] = SetResult.REJECTED if key in self._tier.hidden else SetResult.EXISTS
-                    elif not self._closing and self._bytes + size <= self.capacity:
-                        self._bytes += size
-                        held += size
-                        reserved.append(at)
-                    done = at + 1
-            # Outside the lock: clear() and look-ups must not wait while a batch is copied.
-            try:
-                payloads = [b"".join(buffers[at]) for at in reserved]
-            except BaseException:
-                with self._condition:
-                    self._bytes -= held
-                    self._condition.notify_all()
-                raise
-            with self._condition:
-                digests = {keys[at][:IDENTITY_LENGTH] for at in reserved}
-                cleared = {digest for digest in digests if not still_wanted(digest)}
-                hidden = self._tier.hidden
-                for at, payload in zip(reserved, payloads, strict=True):
-                    key = keys[at]
-                    unwanted = self._closing or key in hidden or key[:IDENTITY_LENGTH] in cleared
-                    if unwanted or key in self._waiting:
-                        self._bytes -= len(payload)
-                        results[at] = SetResult.REJECTED if unwanted else SetResult.EXISTS
-                    else:
-                        self._waiting[key] = payload
-                        results[at] = SetResult.STORED
-                if SetResult.STORED in results:
-                    self._loop.wake()
-                self._publish_levels()
+        pages = zip(batch.keys, batch.sizes, batch.buffers, strict=True)
+        results = [self._offer(key, size, segments, still_wanted) for key, size, segments in pages]
+        if SetResult.STORED in results:
+            self._loop.wake()
+        with self._condition:
+            self._publish_levels()
         if not self._waits:
             counts = {word: results.count(result) for result, word in _QUEUED.items() if result in results}
             self._tier.metrics.add_many("promotion", counts)
@@ -535,20 +493,46 @@ class WriteBehind:
             self._tier.metrics.add("dropped_pages", self._queue, dropped)
         return results
 
+    def _offer(self, key: bytes, size: int, segments: Sequence[memoryview], still_wanted: StillWanted) -> SetResult:
+        with self._condition:
+            refusal = self._refusal(key, size)
+        if refusal is not None:
+            return refusal
+        # Outside the lock: clear() and look-ups must not wait while a page is copied.
+        payload = b"".join(segments)
+        with self._condition:
+            if (refusal := self._refusal(key, size)) is not None:
+                return refusal
+            if not still_wanted(key[:IDENTITY_LENGTH]):
+                return SetResult.REJECTED
+            if not self._waiting:
+                self._moves_until = time.monotonic() + self._space_wait
+                self._loop.wake(_GATHERED_FOR)
+            self._waiting[key] = payload
+            self._bytes += size
+            return SetResult.STORED
+
+    def _refusal(self, key: bytes, size: int) -> SetResult | None:
+        """The result of a page that is not to be queued. The condition is held."""
+        if key not in self._waiting and self._bytes + size > self.capacity:
+            self._wait_for_space(size)
+        if key in self._waiting:
+            return SetResult.REJECTED if key in self._tier.hidden else SetResult.EXISTS
+        if self._closing or self._bytes + size > self.capacity or key in self._tier.hidden:
+            return SetResult.REJECTED
+        return None
+
     def _wait_for_space(self, size: int) -> None:
         """While the queue moves. The condition is held."""
         capacity = self.capacity
         if not self._waits or size > capacity:
             return
-        taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
-        while self._bytes + size > capacity and not (self._closing or self._stalled or self._refusals_in_a_row):
+        while self._bytes + size > capacity and not (self._closing or self._refusals_in_a_row):
+            if (left := self._moves_until - time.monotonic()) <= 0:
+                return
             self._loop.wake()
             self._publish_levels()
-            self._condition.wait(max(0.0, deadline - time.monotonic()))
-            if self._batches_taken != taken:
-                taken, deadline = self._batches_taken, time.monotonic() + self._space_wait
-            elif time.monotonic() >= deadline:
-                self._stalled = True
+            self._condition.wait(left)
 
     def payload(self, key: bytes) -> bytes | None:
         """The page, while it is queued."""
@@ -654,10 +638,9 @@ class WriteBehind:
             elif waits or dropped:
                 self._refusals_in_a_row += 1
             if taken or not (waits or dropped):
-                self._batches_taken += 1
-                self._stalled = False
-                seconds = 2 * (time.monotonic() - begun)
-                self._space_wait = min(max(_SHORTEST_SPACE_WAIT, seconds), _LONGEST_SPACE_WAIT)
+                now = time.monotonic()
+                self._space_wait = min(max(_SHORTEST_SPACE_WAIT, 2 * (now - begun)), _LONGEST_SPACE_WAIT)
+                self._moves_until = now + self._space_wait
             self._publish_levels()
             self._condition.notify_all()
         if dropped:

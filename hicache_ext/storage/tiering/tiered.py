@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
@@ -40,12 +40,12 @@ from hicache_ext.storage.contract.store import (
     identity_of,
 )
 from hicache_ext.storage.tiering import observers
-from hicache_ext.storage.tiering.background_work import Generations, IoPriority, of_identities
+from hicache_ext.storage.tiering.background_work import FETCH, READ, Generations, IoPriority, of_identities
 from hicache_ext.storage.tiering.tier_handle import ADMINISTRATION_WAIT, TierHandle, Work
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
 if TYPE_CHECKING:
-    from hicache_ext.storage.tiering.prefetch import Announced, Prefetcher, Staged
+    from hicache_ext.storage.tiering.prefetch import Fetch, Prefetcher
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ _WORST_LAST = (
     *(SetResult.STORED, SetResult.EXISTS, SetResult.REFUSED),
     *(SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR),
 )
-_REMEMBERED_PLACES = 65536
 _PATIENCE = 1.0
 """Seconds for which a batch of promotions waits for foreground reads and prefetches, and pages that nobody has asked
 for yet for foreground reads and earlier promotions."""
@@ -95,7 +94,6 @@ class Arrangement:
         self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
         """Nothing lies further out: nothing is prefetched, joined or promoted."""
         self.calls = CallGate("tiers")
-        self.places = _Places()
 
     def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
         """Tell admission of a chain of which the first ``leading`` pages are there."""
@@ -190,11 +188,11 @@ class TieredStore:
         if arrangement.only_tier is None and self._prefetcher is None:
             from hicache_ext.storage.tiering.prefetch import Prefetcher
 
-            self._prefetcher = Prefetcher(settings, self._gate, self._metrics, unread=self._promote_unread)
+            self._prefetcher = Prefetcher(settings, self._gate, self._metrics)
         if self._prefetcher is not None:
             self._prefetcher.configure(settings, len(arrangement.retrieve) - arrangement.inner_tiers)
         for tier in arrangement.tiers:
-            tier.promotions.before_batch = lambda: self._gate.wait_until_idle(_PATIENCE)
+            tier.promotions.before_batch = lambda: self._gate.wait(_PATIENCE, READ, FETCH)
             tier.configure(settings)
         for tier in arrangement.later:
             tier.writes.declare()
@@ -290,12 +288,12 @@ class TieredStore:
         still_wanted = self._generations.moment()
         read = _Read(batch, arrangement)
         prefetcher = self.prefetcher
-        with prefetcher.reading(read.keys) as staged:
-            own = [position for position, page in enumerate(staged) if page is None]
-            self._read_known_places(read, own)
+        with prefetcher.reading(read.keys) as (staged, planned):
+            own = [position for position, fetch in enumerate(staged) if fetch is None]
+            self._read_known_places(read, own, planned)
             self._walk(read, own)
             if len(own) < len(staged):
-                with self._gate.read():
+                with self._gate.entered(READ):
                     # Prefetched pages came from far tiers, too: promotion waits.
                     self._take_staged(read, staged, prefetcher)
         leading = _leading_hits(read.results)
@@ -309,17 +307,14 @@ class TieredStore:
                 arrangement.promote_to.promotions.offer(batch, outer, still_wanted)
         return read.results
 
-    def _read_known_places(self, read: _Read, positions: Sequence[int]) -> None:
+    def _read_known_places(self, read: _Read, positions: Sequence[int], planned: Mapping[bytes, PageStore]) -> None:
         """Read pages that exists() saw in far tiers from there, all tiers at once; the others from the nearest."""
-        if len(read.arrangement.retrieve) < 2:
+        if not planned:
             return
+        numbers: dict[PageStore | None, int] = {tier: number for number, tier in enumerate(read.arrangement.retrieve)}
         by_tier: dict[int, list[int]] = {}
-        for position, place in zip(
-            positions, read.arrangement.places.find([read.keys[p] for p in positions]), strict=True
-        ):
-            by_tier.setdefault(place, []).append(position)
-        if set(by_tier) == {0}:
-            return
+        for position in positions:
+            by_tier.setdefault(numbers.get(planned.get(read.keys[position]), 0), []).append(position)
         reads = list(by_tier.items())
         self._beside(len(reads), lambda i: self._read_tier(read, *reads[i]))
 
@@ -332,33 +327,26 @@ class TieredStore:
 
     def _read_tier(self, read: _Read, number: int, positions: Sequence[int]) -> None:
         tier = read.arrangement.retrieve[number]
-        with self._gate.read() if number >= read.arrangement.inner_tiers else nullcontext():
+        with self._gate.entered(READ) if number >= read.arrangement.inner_tiers else nullcontext():
             results = self._call(
                 tier, "get", tier.get, read.batch.select(positions), [GetResult.ERROR] * len(positions)
             )
         read.note(positions, number, results)
 
-    def _take_staged(self, read: _Read, staged: Sequence[Staged | None], prefetcher: Prefetcher) -> None:
-        positions = [position for position, page in enumerate(staged) if page is not None]
-        pages, buffers = [page for page in staged if page is not None], list(read.batch.buffers)
-        results = prefetcher.take(pages, [buffers[position] for position in positions])
+    def _take_staged(self, read: _Read, staged: Sequence[Fetch | None], prefetcher: Prefetcher) -> None:
+        positions = [position for position, fetch in enumerate(staged) if fetch is not None]
+        fetches = [fetch for fetch in staged if fetch is not None]
+        results = prefetcher.take(read.batch.select(positions), fetches)
         for number, tier in enumerate(read.arrangement.retrieve):
             answered = [
                 at
-                for at, (fetch, _) in enumerate(pages)
+                for at, fetch in enumerate(fetches)
                 if fetch.announced.source is tier and results[at] is not GetResult.REJECTED
             ]
             read.note([positions[at] for at in answered], number, [results[at] for at in answered])
         # Also those of a tier that is in use no more.
         if failed := [position for position in positions if read.results[position] is not GetResult.HIT]:
             self._walk(read, failed)
-
-    def _promote_unread(self, batch: PageBatch, announced: Announced) -> None:
-        """Pages that came too late for the request that they were fetched for [a thread of the prefetch]."""
-        arrangement = self._arrangement
-        target, outer = arrangement.promote_to, arrangement.retrieve[arrangement.inner_tiers :]
-        if target is not None and announced.source in outer:
-            target.promotions.offer(batch, range(len(batch)), announced.still_wanted)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
@@ -400,7 +388,7 @@ class TieredStore:
         places = places[: leading((places >= 0).tolist())]
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
         arrangement.looked_up(keys, len(places))
-        if len(places) and arrangement.settings.prefetch_buffer:
+        if len(places):
             for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
                 here = chosen_keys(keys, np.flatnonzero(places == number))
                 identities = identities_of(here) if len(here) else []
@@ -446,7 +434,6 @@ class TieredStore:
                 break
             wanted = chosen_keys(keys, missing)
             known = (look_in_last if tier is arrangement.retrieve[-1] else self._known_in)(tier, wanted)
-            arrangement.places.remember(chosen_keys(wanted, np.flatnonzero(known)), number)
             places[missing[known]] = number
         return places
 
@@ -501,7 +488,7 @@ class TieredStore:
                 return Counter(dropped=len(keys))
             still_wanted = self._generations.moment()
             target.promotions.wait_until_written(_PATIENCE)
-            self._gate.wait_for_quiet(_PATIENCE)
+            self._gate.wait(_PATIENCE, READ)
             here = self._call(target, "contains", target.contains, keys, [False] * len(keys))
             missing = [key for key, known in zip(keys, here, strict=True) if not known]
             read = _Read(PageBatch(missing, [[memoryview(bytearray(size))] for _ in missing]), arrangement)
@@ -592,17 +579,17 @@ class TieredStore:
             *([] if self._prefetcher is None else [functools.partial(self._prefetcher.close, longest)]),
             *[functools.partial(tier.end_by, drain, longest) for tier in arrangement.tiers],
         ]
-        threads, ends = ThreadPool("hicache-close"), []
-        for part in parts:
+
+        def end(number: int) -> Exception | None:
             try:
-                ends.append(threads.start(part))
-            except RuntimeError:
-                part()
+                parts[number]()
+            except Exception as error:
+                logger.exception("hicache_ext: closing a tier")
+                return error
+            return None
+
         # Each part ends by itself at ``longest``.
-        errors = [end.error for end in ends if end.ended_within(longest + _CLOSE_WAIT - time.monotonic()) and end.error]
-        for error in errors:
-            logger.error("hicache_ext: closing a tier", exc_info=error)
-        threads.close(max(0.0, longest + _CLOSE_WAIT - time.monotonic()))
+        errors = [error for error in self._helpers.run(len(parts), end) if error is not None]
         self._helpers.close(max(0.0, longest - time.monotonic()))
         if errors:
             raise errors[0]
@@ -671,24 +658,3 @@ def _leading_hits(results: Sequence[GetResult]) -> int:
     if results.count(GetResult.HIT) == len(results):
         return len(results)
     return next(position for position, result in enumerate(results) if result is not GetResult.HIT)
-
-
-class _Places:
-    """The tier in which a page was last seen, if not the nearest. Bounded; those first seen are forgotten first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._places: OrderedDict[bytes, int] = OrderedDict()
-
-    def remember(self, keys: Sequence[bytes], number: int) -> None:
-        if not number:
-            return
-        with self._lock:
-            self._places.update(dict.fromkeys(keys, number))
-            while len(self._places) > _REMEMBERED_PLACES:
-                self._places.popitem(last=False)
-
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The number of the tier to try first. An entry is removed when it is looked up."""
-        with self._lock:
-            return [self._places.pop(key, 0) for key in keys]

@@ -106,7 +106,7 @@ def test_the_memory_of_a_policy_is_bounded() -> None:
         policy.continuations.looked_up([*run(f"{number}", 1), *run(f"after {number}", 1)], 1)
         policy.offered(run(f"{number}", 100).words)
 
-    assert policy._firsts.bytes == 4 << 20
+    assert sum(bits.nbytes for bits in policy._firsts._filters) == 4 << 20
     assert len(policy.experience._slots) <= len(policy.experience._class)
     assert len(policy.continuations._kinds) <= 4096 and len(policy.continuations._followed) <= 16384
 
