@@ -33,7 +33,6 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.pages.tree import alone
 from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.directory import OpenFile
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
@@ -827,7 +826,7 @@ def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
             lambda path: (path.unlink(), os.mkfifo(path)),
             lambda path: path.unlink(),
             lambda path: os.utime(path, (1000, 1000)),
-            lambda path: files._remember_unhealed(keys[7], alone(keys[7][16:])),
+            lambda path: files._unreadable.add(keys[7]),
         ]
     ):
         spoil(paths[number])

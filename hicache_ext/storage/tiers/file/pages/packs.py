@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +45,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     header_at,
     is_alone,
     is_expired,
-    is_old_alone,
+    is_old,
     keys_in,
     most_pages,
     occupied,
@@ -64,7 +64,7 @@ _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
 """A pack takes at most this part of the capacity: packs are evicted whole."""
-_UNHEALED_LIMIT = 65536
+_MOST_UNREADABLE = 65536
 _NATIVE_FROM = 32
 """Keys in a look-up of pages alone from which the native core looks. Of a bad disk it says nothing."""
 
@@ -112,9 +112,9 @@ class Packs:
         self.catalogue = PackCatalogue(tier, directory, note_error)
         # Loaded now, and not in front of the first look-up.
         native.core()
-        # Pages, and the ids of their packs, that could not be read or taken away: absent to callers until a read
-        # succeeds. The next write frees the name of a page alone where that has become possible.
-        self._unhealed: set[tuple[bytes, str]] = set()
+        # Keys of pages alone that could not be read or taken away: absent to callers until a read succeeds. The next
+        # write frees the name where that has become possible. A page in a pack is forgotten instead.
+        self._unreadable: set[bytes] = set()
 
     def close(self) -> None:
         self.catalogue.close()
@@ -129,7 +129,6 @@ class Packs:
             for attempt in range(_ATTEMPTS):
                 moved: list[int] = []
                 places = self.catalogue.find([keys[i] for i in positions], again=attempt == 0)
-                unhealed = self._unhealed
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
                         continue
@@ -139,7 +138,7 @@ class Packs:
                     status = statuses[pack.id]
                     if status is None or status.dead >> number & 1:
                         moved.append(position)
-                    elif number < status.pages and not (unhealed and (keys[position], pack.id) in unhealed):
+                    elif number < status.pages:
                         found[position] = status
                 if not moved:
                     break
@@ -150,7 +149,7 @@ class Packs:
 
     def has(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
         """Which pages can be read, as far as names and times tell: when a page alone was written only the page itself
-        tells, so that one that is too old and was used lately counts until it is read or swept."""
+        tells, so that one that is too old and was used lately counts until it is swept."""
         present = [known is not None for known in self.find(keys, oldest_valid_ms)]
         rest = [position for position, known in enumerate(present) if not known]
         wanted = [keys[position] for position in rest]
@@ -158,8 +157,7 @@ class Packs:
         core = native.core() if len(rest) >= _NATIVE_FROM else None
         look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
         for position, known in zip(rest, look_up(wanted, oldest_valid_ms), strict=True):
-            unhealed = self._unhealed and (keys[position], keys[position][IDENTITY_LENGTH:].hex()) in self._unhealed
-            present[position] = known and not unhealed
+            present[position] = known and keys[position] not in self._unreadable
         return present
 
     def _looked_up_alone(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
@@ -200,35 +198,30 @@ class Packs:
     def find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> SetResult | None:
         """Of a page that is to be written alone: EXISTS, and it counts as used; REJECTED where something else has its
         name and cannot be removed; None where the name is free now."""
-        pack, path = alone(key[IDENTITY_LENGTH:], size), self._directory.page_path(key)
+        place, path = Place(alone(key[IDENTITY_LENGTH:], size), 0), self._directory.page_path(key)
         try:
             status = os.lstat(path)
         except OSError:
             return None
-        if (key, pack.id) in self._unhealed:
-            is_free = self._heal(key, Place(pack, 0), "unreadable", status)
-        elif is_old_alone(path, status, oldest_valid_ms):
+        if key in self._unreadable:
+            is_free = self._heal(key, place, "unreadable", status)
+        elif is_old(path, PackFile(place.pack), status, oldest_valid_ms):
             # Another writer may have replaced it: then the page that is to be written exists.
-            is_free = self._remove_expired(key[:IDENTITY_LENGTH], PackFile(pack), path, status) is not None
+            is_free = self._remove_expired(key[:IDENTITY_LENGTH], PackFile(place.pack), path, status)
         elif status.st_size == size and stat.S_ISREG(status.st_mode):
             self.touch(path, status)
             return SetResult.EXISTS
         else:
-            is_free = self._heal(key, Place(pack, 0), "length", status)
+            is_free = self._heal(key, place, "length", status)
         return None if is_free else SetResult.REJECTED
 
     def keys_in(self, identity: bytes, pack: Pack) -> list[bytes]:
         """Of the pages in a pack that are there and tell their keys. Raises OSError."""
-        for _ in range(_ATTEMPTS):
-            path, dead = self.catalogue.path(identity, pack)
-            try:
-                keys = keys_in(path, identity, pack)
-            except ABSENT:
-                if self.catalogue.look_for(identity, pack):
-                    continue
-                break
-            return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
-        return []
+        if not self.catalogue.look_for(identity, pack):
+            return []
+        path, dead = self.catalogue.path(identity, pack)
+        keys = keys_in(path, identity, pack)
+        return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
 
     def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
@@ -244,21 +237,16 @@ class Packs:
         is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), oldest_valid_ms)
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
-    def runs(self, batch: PageBatch) -> list[Run]:
-        """All pages of a batch, to be read run by run: where names tell that they are, or alone."""
-        found, rest = self._runs_in_packs(batch.keys, again=True)
-        return [*found, *[_run_alone(batch, position) for position in rest]]
-
-    def _runs_in_packs(self, keys: Sequence[bytes], *, again: bool) -> tuple[list[Run], list[int]]:
-        """The pages that the catalogue has, and the positions of the others."""
+    def runs(self, batch: PageBatch, *, again: bool = True) -> list[Run]:
+        """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
+        ``PackCatalogue.find``."""
         found: list[Run] = []
-        rest: list[int] = []
-        for _, positions in _by_identity(keys):
-            places = self.catalogue.find([keys[i] for i in positions], again=again)
-            rest += [position for position, place in zip(positions, places, strict=True) if place is None]
-            in_packs = runs(places, PACK_BYTES)
-            found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in in_packs]
-        return found, rest
+        for _, positions in _by_identity(batch.keys):
+            in_packs = self.catalogue.find([batch.keys[i] for i in positions], again=again)
+            places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
+            of_identity = runs(places, PACK_BYTES)
+            found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
+        return found
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -273,12 +261,11 @@ class Packs:
         """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
         one = batch.select([position])
         for _ in range(_ATTEMPTS):
-            for run in self._runs_in_packs(one.keys, again=False)[0]:
-                (result,) = self._read(run, one, oldest_valid_ms)
-                if result is not None:
-                    return result
-        (result,) = self._read(_run_alone(one, 0), one, oldest_valid_ms)
-        return GetResult.MISS if result is None else result
+            (run,) = self.runs(one, again=False)
+            (result,) = self._read(run, one, oldest_valid_ms)
+            if result is not None:
+                return result
+        return GetResult.MISS
 
     def _read(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         """None: the page is not there (any more): look again."""
@@ -308,7 +295,6 @@ class Packs:
                     self._heal(first, Place(pack, 0), reason, status)
                     return [GetResult.CORRUPT]
             elif is_expired(milliseconds_of(pack.id), oldest_valid_ms):
-                self._remove_expired(identity, PackFile(pack, dead), path, status)
                 return [GetResult.MISS] * count
             results = self._read_run(fd, run, batch, oldest_valid_ms)
             if GetResult.HIT in results:
@@ -361,18 +347,16 @@ class Packs:
         """The result of one page whose header and segments were read; ``filled``: bytes of it."""
         pack, (member,), place = page.pack, page.members, Place(page.pack, page.first)
         key, segments = batch.keys[member], batch.buffers[member]
-        identity = key[:IDENTITY_LENGTH]
         reason = _reason(header, key, segments, filled, pack.page_bytes)
         if reason is None:
-            if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
-                path = self._directory.page_path(key)
-                self._remove_expired(identity, PackFile(pack), path, os.fstat(fd))
-                return GetResult.MISS
-            self._unhealed.discard((key, pack.id))
+            if is_alone(pack):
+                if is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
+                    return GetResult.MISS
+                self._unreadable.discard(key)
             return GetResult.HIT
         if not is_alone(pack) and _is_another_page(header, key):
             # Its short hash is the same.
-            self.catalogue.forget_page(identity, place)
+            self.catalogue.forget_page(key[:IDENTITY_LENGTH], place)
             return None
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
@@ -389,10 +373,10 @@ class Packs:
         return GetResult.CORRUPT
 
     def _failed_read(self, run: Run, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
-        for member in run.members:
+        for number, member in enumerate(run.members):
             self._note_error(error)
             # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
-            self._remember_unhealed(batch.keys[member], run.pack)
+            self._leave_out(batch.keys[member], Place(run.pack, run.first + number))
         logger.debug("tier %s: reading %s: %s", self._tier, path, error)
         return [GetResult.ERROR] * len(run.members)
 
@@ -475,7 +459,7 @@ class Packs:
                 self.catalogue.refuse(identity, bucket)
             else:
                 if is_alone(pack):
-                    self._unhealed.discard((keys[0], pack.id))
+                    self._unreadable.discard(keys[0])
                 else:
                     self.catalogue.add(identity, pack, bucket)
                 return SetResult.STORED, added + occupied(length)
@@ -518,32 +502,14 @@ class Packs:
                 self._note_error(error)
         return removed
 
-    def make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
-        """Of pages that are about to be written, key and bytes, take those out of packs that are there and are not
-        they: a reader looks into packs first. Never raises OSError."""
-        keys = list(sizes)
-        for _, positions in _by_identity(keys):
+    def make_way(self, keys: Sequence[bytes]) -> None:
+        """Forget the packs that these pages, which are about to be written, are in and cannot be read from: readers
+        look into packs first."""
+        for identity, positions in _by_identity(keys):
             wanted = [keys[position] for position in positions]
-            for _ in range(_ATTEMPTS):
-                in_the_way = False
-                for key, place in zip(wanted, self.catalogue.find(wanted, again=False), strict=True):
-                    if place is not None and (found := self._in_the_way(key, place, sizes[key], oldest_valid_ms)):
-                        in_the_way, pack = True, PackFile(place.pack, found.dead)
-                        if is_expired(milliseconds_of(place.pack.id), oldest_valid_ms):
-                            self._remove_expired(key[:IDENTITY_LENGTH], pack, found.path, found.status)
-                        else:
-                            self._heal(key, place, "unreadable")
-                if not in_the_way:
-                    break
-
-    def _in_the_way(self, key: bytes, place: Place, size: int, oldest_valid_ms: int) -> FoundPack | None:
-        """The pack of a page that is there and is not one of ``size`` bytes to be read. Another writer may just have
-        stored it: that one stays."""
-        found = self._status(key[:IDENTITY_LENGTH], place.pack, oldest_valid_ms)
-        if found is None or found.dead & place.mask:
-            return None
-        is_good = found.page_bytes == size and place.position < found.pages
-        return None if is_good and (key, place.pack.id) not in self._unhealed else found
+            for key, place in zip(wanted, self.catalogue.find(wanted, again=False), strict=True):
+                for each in self.catalogue.find_all(key) if place is not None else ():
+                    self.catalogue.forget_page(identity, each)
 
     def _heal(self, key: bytes, place: Place, reason: str, seen: os.stat_result | None = None) -> bool:
         """Take a page away that is not the page its name says; False when it stays.
@@ -553,19 +519,16 @@ class Packs:
         identity, pack = key[:IDENTITY_LENGTH], place.pack
         self._metrics.add("corrupt", reason)
         what = f"page {place.position} of {self.catalogue.path(identity, pack)[0]}"
-        self._unhealed.discard((key, pack.id))
         is_gone = True
         try:
             self._take_away(identity, place, seen)
         except OSError as error:
             self._note_error(error)
             logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._tier, what, reason, error)
-            # In a pack it is absent to this process: the page is written into another one.
-            self.catalogue.forget_page(identity, place)
-            if is_alone(pack):
-                self._remember_unhealed(key, pack)
-                is_gone = False
+            self._leave_out(key, place)
+            is_gone = not is_alone(pack)
         else:
+            self._unreadable.discard(key)
             self._bad_log.log(
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self._tier, what, reason
             )
@@ -606,23 +569,18 @@ class Packs:
             removal.freed = occupied(min(size, found.length or size))
             removal.uncertain = found.length not in (0, size)
 
-    def _remove_expired(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> int | None:
-        """Delete a file that is older than the ttl; the pages that were in it, 0 where it is gone or replaced, None
-        where it cannot be removed."""
-        if not stat.S_ISREG(status.st_mode):
-            return 0
+    def _remove_expired(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> bool:
+        """Delete a file that is older than the ttl; False where it cannot be removed."""
         try:
             self._unlink(found, path, status if is_alone(found.pack) else None)
         except ABSENT:
-            return 0
+            return True
         except OSError as error:
             self._note_error(error)
-            # Its pages are written into another one.
-            self.catalogue.forget(identity, found.pack)
-            return None
+            return False
         self.catalogue.forget(identity, found.pack)
         self._metrics.add("evicted", "ttl", len(found.living))
-        return len(found.living)
+        return True
 
     def remove_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
         """Delete the files written before, until ``loop`` is stopped; how many pages that were."""
@@ -634,26 +592,26 @@ class Packs:
                 if loop.stopping:
                     return removed
                 with suppress(OSError):
-                    if is_alone(found.pack):
-                        is_old = is_old_alone(path, os.lstat(path), oldest_valid_ms)
-                    else:
-                        is_old = is_expired(milliseconds_of(found.pack.id), oldest_valid_ms)
-                    if is_old:
-                        removed += self._remove_expired(identity, found, path, os.lstat(path)) or 0
+                    status = os.lstat(path)
+                    if is_old(path, found, status, oldest_valid_ms):
+                        removed += len(found.living) * self._remove_expired(identity, found, path, status)
             if removed > before and BUCKET_NAME.fullmatch(name):
                 with self._usage.removing() as removal:
                     removal.freed = self._directory.remove_buckets_if_empty([place])
         return removed
 
-    def _remember_unhealed(self, key: bytes, pack: Pack) -> None:
-        if len(self._unhealed) >= _UNHEALED_LIMIT:
-            self._unhealed.clear()
-        self._unhealed.add((key, pack.id))
+    def _leave_out(self, key: bytes, place: Place) -> None:
+        """Make a page absent to this process: it is written into another pack, or in place of what has its name."""
+        if not is_alone(place.pack):
+            self.catalogue.forget_page(key[:IDENTITY_LENGTH], place)
+            return
+        if len(self._unreadable) >= _MOST_UNREADABLE:
+            self._unreadable.clear()
+        self._unreadable.add(key)
 
 
-def _run_alone(batch: PageBatch, position: int) -> Run:
-    pack = alone(batch.keys[position][IDENTITY_LENGTH:], HEADER_LENGTH + batch.sizes[position])
-    return Run(pack, 0, [position])
+def _place_alone(batch: PageBatch, position: int) -> Place:
+    return Place(alone(batch.keys[position][IDENTITY_LENGTH:], HEADER_LENGTH + batch.sizes[position]), 0)
 
 
 def _by_identity(keys: Sequence[bytes]) -> Iterable[tuple[bytes, list[int]]]:

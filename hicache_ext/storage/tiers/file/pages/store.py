@@ -229,8 +229,7 @@ class PageFileStore(PathStore):
         if time.monotonic() < self._no_writes_until:
             self.metrics.add("rejected", "no_space", len(missing))
             return results
-        absent = {key: sizes[position] for key, position in missing.items()}
-        self._packs.make_way(absent, oldest)
+        self._packs.make_way(list(missing))
         self._set_missing(batch, sizes, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):

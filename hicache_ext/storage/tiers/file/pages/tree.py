@@ -409,10 +409,12 @@ def is_expired(created_ms: int, oldest_valid_ms: int) -> bool:
     return oldest_valid_ms > 0 and not 0 <= created_ms - oldest_valid_ms <= 2 * (time.time() * 1000 - oldest_valid_ms)
 
 
-def is_old_alone(path: str, status: os.stat_result, oldest_valid_ms: int) -> bool:
-    """Whether a page alone is expired. Never raises: False for an unreadable file."""
+def is_old(path: str, found: PackFile, status: os.stat_result, oldest_valid_ms: int) -> bool:
+    """Whether the pages of a file are expired. Never raises: False for an unreadable file."""
     if not oldest_valid_ms or not stat.S_ISREG(status.st_mode):
         return False
+    if not is_alone(found.pack):
+        return is_expired(milliseconds_of(found.pack.id), oldest_valid_ms)
     if status.st_mtime * 1000 < oldest_valid_ms:
         # That of the last use: never before the page was written.
         return True
