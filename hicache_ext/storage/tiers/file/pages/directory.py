@@ -17,7 +17,6 @@ moves is moved aside with them, and so is a directory with a page's name.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
@@ -35,9 +34,6 @@ from hicache_ext.storage.tiers.file.usage import gone_writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
-
-_RENAME_NOREPLACE = 1
-_AT_FDCWD = -100
 
 
 class PageDirectory(PageTree):
@@ -100,7 +96,9 @@ class PageDirectory(PageTree):
             # One round trip to a server; to link and to unlink are two.
             os.rename(temp_path, page_path)
         else:
-            _rename_without_replacing(temp_path, page_path)
+            os.link(temp_path, page_path)
+            # Published now; a second name left in tmp/ is removed by the next start.
+            unlink_quietly(temp_path)
 
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
         """Remove whatever has the name of a page or a pack; the size of the file removed.
@@ -218,24 +216,3 @@ def unlink_quietly(path: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _rename_without_replacing(source: str, target: str) -> None:
-    """Rename unless ``target`` exists (then FileExistsError and ``source`` stays).
-
-    renameat2 does it in one step; file systems without it (NFS) get link + unlink, which is as atomic for readers.
-    """
-    result = _libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
-    if result == 0:
-        return
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        os.link(source, target)
-        # Published now; a second name left in tmp/ is removed by the next start.
-        unlink_quietly(source)
-        return
-    raise OSError(code, os.strerror(code), target)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
