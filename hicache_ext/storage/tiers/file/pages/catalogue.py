@@ -29,7 +29,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.page.pack import Pack, Tombstone
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
-from hicache_ext.storage.tiers.file.modes import FILES_NAME, PACK_NAME
+from hicache_ext.storage.tiers.file.modes import BUCKET_NAME, FILES_NAME, PACK_NAME
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
     PackFile,
@@ -39,6 +39,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     is_alone,
     keys_in,
     pack_id_in,
+    page_files,
 )
 
 PACKS_IN_A_BUCKET = 512
@@ -232,7 +233,7 @@ class PackCatalogue:
         if not _differs(known.home, now):
             return
         begun = time.monotonic()
-        names = self._tree.buckets(bytes.fromhex(known.path.rpartition("/")[2]))
+        names = [entry.name for entry in directories(known.path, BUCKET_NAME)]
         known.home = _listed(now, begun, youngest=max(names, default=""))
         for bucket in names:
             known.buckets.setdefault(bucket, _Listed())
@@ -306,7 +307,7 @@ def read_contents(tree: PageTree, digest: bytes, before: Contents) -> Contents:
     """Return what the directories of an identity hold; what was read ``before`` is not read again. Raises OSError."""
     now: Contents = {}
     for place in directories(tree.identity_path(digest), FILES_NAME):
-        if (read := _read_again(tree, place.path, digest, before.get(place.path))) is not None:
+        if (read := _read_again(place.path, digest, before.get(place.path))) is not None:
             now[place.path] = read
     return now
 
@@ -316,7 +317,7 @@ def blocks_in(contents: Contents) -> Words:
     return np.concatenate([_NONE, *[read.blocks for read in contents.values()]])
 
 
-def _read_again(tree: PageTree, path: str, identity: bytes, before: _Read | None) -> _Read | None:
+def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | None:
     changed = _changed(path)
     if not changed:
         return None
@@ -327,14 +328,14 @@ def _read_again(tree: PageTree, path: str, identity: bytes, before: _Read | None
     packs: dict[str, Words] = {}
     alone: list[bytes] = []
     living = [_NONE]
-    for file, found in tree.packs_in(path):
+    for entry, found in page_files(path):
         if is_alone(found.pack):
             alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
             continue
         blocks = known.get(found.pack.id)
         if blocks is None:
             try:
-                blocks = _blocks_of_pack(file, identity, found)
+                blocks = _blocks_of_pack(entry.path, identity, found)
             except OSError:
                 # Gone, or renamed meanwhile: the next look finds out.
                 settled = False

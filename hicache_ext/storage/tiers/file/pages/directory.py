@@ -160,7 +160,7 @@ class PageDirectory(PageTree):
         with the directories around them; a page that cannot be deleted stays to be deleted by the next start."""
         freed = 0
         for inner in list(directories(tree, FILES_NAME)):
-            for entry in list(page_files(inner.path)):
+            for entry, _ in list(page_files(inner.path)):
                 if not entry.is_dir(follow_symlinks=False):
                     freed += _delete(entry)
             freed += _remove_directory(inner.path)
