@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hicache_ext.runtime.file_lock import try_lock_byte
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.usage import HELD, NO_ROOM, UnderWay, Usage, UsageRecord, gone_writers
+from hicache_ext.storage.tiers.file.usage import HELD, NO_ROOM, UnderWay, Usage, UsageRecord
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -36,7 +36,7 @@ class Account(Usage):
 
     def __init__(self, place: Path) -> None:
         self.members = Members(place / "members")
-        super().__init__(place / "usage", self.members, place / "members", gone_writers(place, self.members.is_alive))
+        super().__init__(place, self.members)
 
     def walk(self, *parts: int) -> bool:
         """A count that finds this in its parts."""

@@ -29,6 +29,7 @@ from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.layouts import slab_home
+from hicache_ext.storage.tiers.file.modes import MEMBERS
 
 _RECORD_LIMIT = 1 << 20
 _EVICTION_BYTE = 0
@@ -114,25 +115,26 @@ class Usage:
     No call waits longer than the bounds of ``ChangeLock``.
     """
 
-    def __init__(self, path: Path, members: Members, members_path: Path, is_gone: IsGone) -> None:
+    def __init__(self, directory: Path, members: Members) -> None:
         """``members``: this process among those that use the directory; it outlives the account.
 
         Raises TimeoutError where another process holds the account and does nothing.
         """
         self._members = members
-        self._is_gone = is_gone
+        self._is_gone = gone_writers(directory, members.is_alive)
         self._state = threading.Lock()
         # What this process has under way, and what it has still to tell the account.
         self._operations = 0
         self._reserved = 0
         self._unsettled = 0
         self._doubt = False
+        path = directory / "usage"
         with ExitStack() as locks:
             # clear() takes it on SGLang's scheduler thread.
             self._lock = ChangeLock(path, 0, f"the account {str(path)!r}", threads=CHANGE_LOCK_BOUND)
             locks.callback(self._lock.close)
-            turns = f"the turn to evict from {str(path.parent)!r}"
-            self._evictions = ChangeLock(members_path, _EVICTION_BYTE, turns)
+            turns = f"the turn to evict from {str(directory)!r}"
+            self._evictions = ChangeLock(directory / MEMBERS, _EVICTION_BYTE, turns)
             locks.callback(self._evictions.close)
             self._held = (
                 f"another process has held {str(path)!r} for {CHANGE_LOCK_BOUND:g} s and does nothing, stopped perhaps"

@@ -142,17 +142,12 @@ class PageDirectory(PageTree):
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
-        except FileNotFoundError:
-            return None
-        try:
-            os.rename(home, moved)
-        except (FileNotFoundError, NotADirectoryError):
-            # Somebody has removed tmp/, or another process has cleared the identity.
+            # Somebody may have removed it.
             make_directory(self.temporary, self._access)
-            try:
-                os.rename(home, moved)
-            except FileNotFoundError:
-                return None
+            os.rename(home, moved)
+        except FileNotFoundError:
+            # It has no pages, or another process has cleared it.
+            return None
         return moved
 
     def delete_detached(self, tree: Path) -> int:

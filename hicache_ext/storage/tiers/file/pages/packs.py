@@ -28,6 +28,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page import pack as pack_format
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, encode_footer, milliseconds_of, new_id, short_hash
+from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.base import leading_in_portions
@@ -59,7 +60,6 @@ from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
 
-HEADER_LENGTH = envelope.FIELDS_LENGTH
 TOUCH_INTERVAL = 60.0
 """Seconds between two renewals of a file's recency (its mtime): eviction needs no finer order."""
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
@@ -97,7 +97,7 @@ class PageFiles(PathStore):
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         self._directory = directory = PageDirectory(path, self.name)
         self._resources.callback(directory.close)
-        self._usage = Usage(path / "usage", directory.members, directory.members_path, directory.is_gone)
+        self._usage = Usage(path, directory.members)
         self._resources.callback(self._usage.close)
         self._catalogue = PackCatalogue(self.name, directory, self._count_error)
         self._resources.callback(self._catalogue.close)

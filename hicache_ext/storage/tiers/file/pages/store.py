@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.runtime.members import ID_LIMIT
@@ -38,7 +39,7 @@ from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.catalogue import Contents, blocks_in, read_contents
-from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, PageFiles
+from hicache_ext.storage.tiers.file.pages.packs import PageFiles
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
     PackFile,
@@ -454,9 +455,6 @@ class PageFileStore(PageFiles):
                     self._put_right()
                 finally:
                     self._turn.release()
-        except TimeoutError:
-            # Another process holds the account, as its lock has said.
-            pass
         except OSError as error:
             logger.warning("tier %s: upkeep of %s: %s", self.name, self._directory.path, error)
         finally:

@@ -263,8 +263,7 @@ class PageTree(Inspector):
         for kind in (FANOUT_NAME, BUCKET_NAME):
             everything = self.file_directories(kind)
             looked_at = everything if len(everything) <= most else random.sample(everything, most)
-            found = sum(len(found.living) for place in looked_at for _, found in page_files(place))
-            count += found * len(everything) // max(1, len(looked_at))
+            count += sum(map(_count_in, looked_at)) * len(everything) // max(1, len(looked_at))
         return count
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
@@ -408,6 +407,12 @@ def _read(fd: int, length: int, offset: int) -> bytes:
 def counted_for(found: PackFile, status: os.stat_result) -> int:
     """Bytes of disk that the account has of a file of pages: a pack that is larger than its name says was damaged."""
     return occupied(min(status.st_size, found.length or status.st_size))
+
+
+def _count_in(directory: str) -> int:
+    if name_in(directory) is PAGE_NAME:
+        return sum(1 for _ in entries(directory, PAGE_NAME))
+    return sum(len(found.living) for _, found in page_files(directory))
 
 
 def _counted_in(directory: str, last_digit: str = "") -> int:
