@@ -136,10 +136,8 @@ class PackCatalogue:
         if bucket is None:
             return False
         with known.lock:
-            try:
-                names = self._list(known, bucket, anyway=True)
-            except OSError as error:
-                self._note_error(error)
+            names = self._list(known, bucket, anyway=True)
+            if names is None:
                 return True
             if not any(pack_id_in(name) == pack.id for name in names):
                 self._forget(known, pack.id)
@@ -207,26 +205,17 @@ class PackCatalogue:
         """Read again what others may have changed: at first, and for long with ``everything``, in all buckets."""
         with known.lock:
             until = math.inf if everything else time.monotonic() + _AT_ONCE
+            most = None if everything or known.home.changed == -1 else _NEWEST
             try:
-                self._look(known, everything=everything or known.home.changed == -1, until=until)
+                self._list_buckets(known)
             except OSError as error:
                 self._note_error(error)
-
-    def _look(self, known: _Known, *, everything: bool, until: float) -> None:
-        self._list_buckets(known)
-        newest_first = sorted(known.buckets, reverse=True)
-        failed: OSError | None = None
-        for position, bucket in enumerate(newest_first if everything else newest_first[:_NEWEST]):
-            if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
-                self._loop.wake()
-                break
-            try:
+                return
+            for position, bucket in enumerate(sorted(known.buckets, reverse=True)[:most]):
+                if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
+                    self._loop.wake()
+                    break
                 self._list(known, bucket)
-            except OSError as error:
-                # It hides no other.
-                failed = failed or error
-        if failed is not None:
-            raise failed
 
     def _list_buckets(self, known: _Known) -> None:
         now = _changed(known.path)
@@ -240,19 +229,22 @@ class PackCatalogue:
         for bucket in known.buckets.keys() - set(names):
             self._list(known, bucket, anyway=True)
 
-    def _list(self, known: _Known, bucket: str, *, anyway: bool = False) -> set[str]:
-        """Read the names in a bucket, if it has changed or ``anyway``; the names."""
+    def _list(self, known: _Known, bucket: str, *, anyway: bool = False) -> set[str] | None:
+        """Read the names in a bucket, if it has changed or ``anyway``; the names, None where they cannot be read."""
         path, listed = f"{known.path}/{bucket}", known.buckets.get(bucket) or _Listed()
-        now = _changed(path)
-        if not anyway and not _differs(listed, now):
-            return listed.names
-        begun = time.monotonic()
-        # What this process writes while the names are read may not be among them.
-        before = listed.names.copy()
         try:
+            now = _changed(path)
+            if not anyway and not _differs(listed, now):
+                return listed.names
+            begun = time.monotonic()
+            # What this process writes while the names are read may not be among them.
+            before = listed.names.copy()
             names = {name for name in os.listdir(path) if PACK_NAME.fullmatch(name)}
         except ABSENT:
             names, now = set(), 0
+        except OSError as error:
+            self._note_error(error)
+            return None
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
                 known.bucket_of[found.pack.id] = bucket
