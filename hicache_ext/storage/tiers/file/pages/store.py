@@ -321,14 +321,13 @@ class PageFileStore(PageFiles):
         with ExitStack() as operation:
             # Under way before the tree moves: killed from here on, the account is known to be off.
             removal = operation.enter_context(self._usage.detaching())
-            tree = None
-            try:
-                tree = self._directory.detach_identity(digest)
-                return tree is not None and self._directory.has_pages(tree)
-            finally:
-                self._catalogue.forget_identity(digest)
-                if tree is not None:
-                    self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
+            tree = self._directory.detach_identity(digest)
+            self._catalogue.forget_identity(digest)
+            if tree is None:
+                return False
+            had_pages = self._directory.has_pages(tree)
+            self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
+            return had_pages
 
     def _delete(self, tree: Path, removal: Removal, operation: ExitStack, _: Cleared) -> None:
         try:
@@ -378,14 +377,13 @@ class PageFileStore(PageFiles):
 
     def _oldest(self) -> Iterator[_Candidate]:
         """The files to remove, in this order, until there are none."""
-        spared = self.pins.spared()
-        short = {short_hash_of(page_hash) for page_hash in spared}
+        spared = set(map(short_hash_of, self.pins.spared()))
         for _ in range(_PASSES):
             directories = self._directory.file_directories()
             random.shuffle(directories)
             remaining = iter(directories)
             is_all = True
-            while sample := self._sample(remaining, spared, short):
+            while sample := self._sample(remaining, spared):
                 is_all = is_all and len(sample) < _SAMPLE
                 sample.sort(key=itemgetter(0))
                 # Of a part of the directory the older pages only: those just written would go, too.
@@ -393,12 +391,13 @@ class PageFileStore(PageFiles):
             if is_all:
                 return
 
-    def _sample(self, directories: Iterator[str], spared: Set[bytes], short: Set[bytes]) -> list[_Candidate]:
-        """At least ``_SAMPLE`` files of the next directories, if there are that many."""
+    def _sample(self, directories: Iterator[str], spared: Set[bytes]) -> list[_Candidate]:
+        """At least ``_SAMPLE`` files of the next directories, if there are that many, without those that hold a page
+        whose short hash is ``spared``."""
         sample: list[_Candidate] = []
         for directory in directories:
             for entry, found in page_files(directory):
-                if entry.path in self._undeletable or (spared and _is_spared(found, spared, short)):
+                if entry.path in self._undeletable or (spared and not spared.isdisjoint(hashes_in(found))):
                     continue
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
@@ -503,9 +502,3 @@ def _room(size: int) -> int:
 
 def _pin_limit(capacity: int | None) -> int | None:
     return None if capacity is None else capacity // 2
-
-
-def _is_spared(found: PackFile, spared: Set[bytes], short: Set[bytes]) -> bool:
-    if is_alone(found.pack):
-        return bytes.fromhex(found.pack.id) in spared
-    return not short.isdisjoint(hashes_in(found))
