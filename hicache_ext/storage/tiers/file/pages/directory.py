@@ -29,7 +29,7 @@ from hicache_ext.runtime.access import Access, access_in, make_directory, make_t
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.layouts import adopt, check_before_start
 from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME
-from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, counted_for, directories, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
 
 _TEMP_NUMBERS = itertools.count()
@@ -155,9 +155,12 @@ class PageDirectory(PageTree):
         with the directories around them; a page that cannot be deleted stays to be deleted by the next start."""
         freed = 0
         for inner in list(directories(tree, FILES_NAME)):
-            for entry, _ in list(page_files(inner.path)):
-                if not entry.is_dir(follow_symlinks=False):
-                    freed += _delete(entry)
+            for entry, found in list(page_files(inner.path)):
+                # What is gone, what cannot be removed, and a directory.
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    os.unlink(entry.path)
+                    freed += counted_for(found, status)
             freed += _remove_directory(inner.path)
         gone = _remove_directory(tree)
         if not gone and not self.has_pages(tree):
@@ -194,15 +197,6 @@ def _remove_directory(path: str | Path) -> int:
     except OSError:
         return 0
     return BLOCK
-
-
-def _delete(entry: os.DirEntry[str]) -> int:
-    """Delete a file; the bytes of disk freed, 0 where it is gone or stays."""
-    try:
-        size = entry.stat(follow_symlinks=False).st_size
-    except OSError:
-        return 0
-    return occupied(size) if unlink_quietly(entry.path) else 0
 
 
 def unlink_quietly(path: str) -> bool:
