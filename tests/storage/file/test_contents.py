@@ -189,7 +189,7 @@ def test_a_directory_that_has_long_been_as_it_is_is_not_read_again(
     assert len(read) == first
     page_files.remove(KEYS[:1])
     assert held(page_files) == blocks(KEYS[1:]) | packed
-    assert len(read_packs) == 1
+    assert sum(path.endswith(".pack") for path in read_packs) == 1
     assert len(read) == first + 1
 
 

@@ -275,7 +275,6 @@ class PackCatalogue:
 
 Words = npt.NDArray[np.int64]
 _BLOCK_BYTES = 8
-_NONE: Words = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +286,7 @@ class _Read:
     settled: bool
     """That time was old enough: what changes after it shows."""
     blocks: Words
-    packs: dict[str, Words] = field(default_factory=dict)
+    packs: dict[str, bytes]
     """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
 
 
@@ -306,7 +305,7 @@ def read_contents(tree: PageTree, digest: bytes, before: Contents) -> Contents:
 
 def blocks_in(contents: Contents) -> Words:
     """Return the blocks of these pages, as ``PageLister`` does."""
-    return np.concatenate([_NONE, *[read.blocks for read in contents.values()]])
+    return np.concatenate([np.empty(0, np.int64), *[read.blocks for read in contents.values()]])
 
 
 def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | None:
@@ -317,34 +316,23 @@ def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | Non
         return before
     settled = time.time() - changed / 1e9 > _COARSE
     known = {} if before is None else before.packs
-    packs: dict[str, Words] = {}
-    alone: list[bytes] = []
-    living = [_NONE]
+    packs: dict[str, bytes] = {}
+    living: list[bytes] = []
     for entry, found in page_files(path):
-        if is_alone(found.pack):
-            alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
-            continue
         blocks = known.get(found.pack.id)
         if blocks is None:
             try:
-                blocks = _blocks_of_pack(entry.path, identity, found)
+                keys = keys_in(entry.path, identity, found.pack)
             except OSError:
                 # Gone, or renamed meanwhile: the next look finds out.
                 settled = False
                 continue
-        packs[found.pack.id] = blocks
-        living.append(blocks[found.living])
-    return _Read(changed, settled, np.concatenate([*living, _blocks_of(b"".join(alone))]), packs)
-
-
-def _blocks_of_pack(file: str, identity: bytes, found: PackFile) -> Words:
-    """Pages of which the key is not known cannot be read either: they are told as none that anybody asks for."""
-    keys = [key or bytes(KEY_LENGTH) for key in keys_in(file, identity, found.pack)]
-    return _blocks_of(b"".join([key[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys]))
-
-
-def _blocks_of(joined: bytes) -> Words:
-    return np.frombuffer(joined, ">i8").astype(np.int64)
+            # A page of which the key is not known cannot be read either: it is told as none that anybody asks for.
+            blocks = b"".join([(key or bytes(KEY_LENGTH))[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys])
+        if not is_alone(found.pack):
+            packs[found.pack.id] = blocks
+        living += [blocks[position * _BLOCK_BYTES :][:_BLOCK_BYTES] for position in found.living]
+    return _Read(changed, settled, np.frombuffer(b"".join(living), ">i8").astype(np.int64), packs)
 
 
 # -- times of change ---------------------------------------------------------------------------------------------------
