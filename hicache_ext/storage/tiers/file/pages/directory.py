@@ -28,7 +28,7 @@ from pathlib import Path
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.layouts import adopt, check_before_start
-from hicache_ext.storage.tiers.file.modes import FILES_NAME, IDENTITY_NAME
+from hicache_ext.storage.tiers.file.modes import FILES_NAME
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, counted_for, directories, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
 
@@ -121,19 +121,14 @@ class PageDirectory(PageTree):
             move_aside(Path(page_path))
         return 0
 
-    def remove_buckets_if_empty(self, buckets: Iterable[str]) -> int:
-        """Remove those of these buckets that are empty: new ones are made all the time. Bytes of disk freed."""
-        return sum(map(_remove_directory, buckets))
+    def remove_if_empty(self, places: Iterable[str]) -> int:
+        """Remove those of these directories that are empty, and return the bytes of disk freed. Writers make them anew,
+        and new buckets all the time."""
+        return sum(map(_remove_directory, places))
 
     def remove_empty_directories(self) -> int:
-        """Remove the directories of pages and identities that are empty; bytes of disk freed. Writers make them
-        anew."""
-        freed = 0
-        for identity in directories(self.pages_path, IDENTITY_NAME):
-            for inner in directories(identity.path, FILES_NAME):
-                freed += _remove_directory(inner.path)
-            freed += _remove_directory(identity.path)
-        return freed
+        """``remove_if_empty`` of all directories of pages and identities."""
+        return self.remove_if_empty([*self.file_directories(), *map(self.identity_path, self.known_identities())])
 
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, if there was one. Raises OSError."""

@@ -619,7 +619,7 @@ class PageFiles(PathStore):
                         removed += len(found.living) * self._remove_expired_file(identity, found, entry.path, status)
             if removed > before and BUCKET_NAME.fullmatch(name):
                 with self._usage.removing() as removal:
-                    removal.freed = self._directory.remove_buckets_if_empty([place])
+                    removal.freed = self._directory.remove_if_empty([place])
         return removed
 
     def _remember_unreadable(self, key: bytes) -> None:

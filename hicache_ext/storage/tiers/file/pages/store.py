@@ -364,7 +364,7 @@ class PageFileStore(PageFiles):
                     if used:  # A page that was demoted (packs.py) was used nobody knows when.
                         self._evicted_age.note(max(0.0, time.time() - used))
                     self.metrics.add("evicted", "capacity", len(found.living))
-            freed += self._directory.remove_buckets_if_empty(buckets)
+            freed += self._directory.remove_if_empty(buckets)
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
                 freed += self._directory.remove_empty_directories()
