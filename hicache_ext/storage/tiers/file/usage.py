@@ -140,16 +140,12 @@ class Usage:
                 f"another process has held {str(path)!r} for {CHANGE_LOCK_BOUND:g} s and does nothing, stopped perhaps"
             )
             self._lock.check_is_free(self._held)
-            self._begin()
+            with self.locked() as record:
+                self._release_dead_writers(record)
+                record.users = [user for user in record.users if members.is_alive(user)]
+                record.recount = record.recount or not record.users
+                record.users.append(members.id)
             self._locks = locks.pop_all()
-
-    def _begin(self) -> None:
-        with self.locked() as record:
-            self._release_dead_writers(record)
-            record.users = [user for user in record.users if self._members.is_alive(user)]
-            if not record.users:
-                record.recount = True
-            record.users.append(self._members.id)
 
     @contextmanager
     def locked(self) -> Iterator[UsageRecord]:
