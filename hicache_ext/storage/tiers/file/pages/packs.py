@@ -196,16 +196,14 @@ class PageFiles(PathStore):
             status = os.lstat(path)
         except OSError:
             return None
-        if key in self._unreadable:
-            is_free = self._heal(key, place, "unreadable", status)
-        elif is_old(path, PackFile(place.pack), status, oldest_valid_ms):
+        if is_old(path, PackFile(place.pack), status, oldest_valid_ms):
             # Another writer may have replaced it: then the page that is to be written exists.
             is_free = self._remove_expired_file(key[:IDENTITY_LENGTH], PackFile(place.pack), path, status)
-        elif status.st_size == size and stat.S_ISREG(status.st_mode):
+        elif key not in self._unreadable and status.st_size == size and stat.S_ISREG(status.st_mode):
             self._touch(path, status)
             return SetResult.EXISTS
         else:
-            is_free = self._heal(key, place, "length", status)
+            is_free = self._heal(key, place, "unreadable" if key in self._unreadable else "length", status)
         return None if is_free else SetResult.REJECTED
 
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
