@@ -148,16 +148,18 @@ class PageDirectory(PageTree):
     def delete_detached(self, tree: Path) -> int:
         """Delete the pages that ``detach_identity`` moved; return bytes of disk freed. Files of others are moved aside
         with the directories around them; a page that cannot be deleted stays to be deleted by the next start."""
-        freed = 0
-        for inner in list(directories(tree, FILES_NAME)):
-            for entry, found in list(page_files(inner.path)):
-                # What is gone, what cannot be removed, and a directory.
-                with suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    os.unlink(entry.path)
-                    freed += counted_for(found, status)
-            freed += _remove_directory(inner.path)
-        gone = _remove_directory(tree)
+        freed = gone = 0
+        # Twice: a writer that had looked the tree up before it was moved may have made a directory in it since.
+        for _ in range(2):
+            for inner in list(directories(tree, FILES_NAME)):
+                for entry, found in list(page_files(inner.path)):
+                    # What is gone, what cannot be removed, and a directory.
+                    with suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        os.unlink(entry.path)
+                        freed += counted_for(found, status)
+                freed += _remove_directory(inner.path)
+            gone = gone or _remove_directory(tree)
         if not gone and not self.has_pages(tree):
             with suppress(OSError):  # It stays to be looked at by the next start, too.
                 move_aside(tree)
