@@ -68,6 +68,7 @@ FORMER = {
     "test_free_slots_of_a_large_slab_are_found_a_portion_at_a_time": (
         "-> test_a_slab_that_wrongly_says_it_has_free_slots_is_looked_through_once"
     ),
+    "test_without_renameat2_publishing_is_still_whole_or_nothing": ("-> test_of_two_writers_the_first_to_publish_wins"),
     "test_what_was_taken_stays_taken_when_the_lock_is_lost_on_the_way": "slots are taken under one lock",
     "test_the_core_finds_the_pages_and_addresses_that_numpy_finds": _ONE_WAY,
     "test_the_core_makes_of_any_words_the_keys_that_python_makes": _ONE_WAY,

@@ -25,22 +25,16 @@ def encode_object(key: bytes, segments: Sequence[memoryview], whole: memoryview 
     return whole
 
 
-def reason_to_refuse(stored: memoryview, key: bytes, payload_length: int) -> str | None:
-    """Why these bytes are not the page ``key`` of that length; None when they are.
-
-    The reasons of ``envelope.reason_to_refuse``, and ``truncated`` and ``longer``.
-    """
-    if stored.nbytes != HEADER_LENGTH + payload_length:
-        return "truncated" if stored.nbytes < HEADER_LENGTH + payload_length else "longer"
-    return envelope.reason_to_refuse(stored[:HEADER_LENGTH], key, [stored[HEADER_LENGTH:]])
-
-
 def decode_object(stored: memoryview, key: bytes, segments: Sequence[memoryview]) -> str | None:
-    """Copy the payload into ``segments`` if this is the page ``key`` of that length; why it is not otherwise.
+    """Copy the payload into ``segments`` if this is the page ``key`` of that length; why it is not otherwise: a reason
+    of ``envelope.reason_to_refuse``, ``truncated`` or ``longer``.
 
     Checked before it is copied: ``segments`` never hold another page, nor half of one.
     """
-    reason = reason_to_refuse(stored, key, sum([segment.nbytes for segment in segments]))
+    length = HEADER_LENGTH + sum([segment.nbytes for segment in segments])
+    if stored.nbytes != length:
+        return "truncated" if stored.nbytes < length else "longer"
+    reason = envelope.reason_to_refuse(stored[:HEADER_LENGTH], key, [stored[HEADER_LENGTH:]])
     if reason is None:
         scatter(stored[HEADER_LENGTH:], segments)
     return reason

@@ -429,6 +429,10 @@ def test_a_file_system_without_links_and_without_synced_directories_will_do(
         used(tmp_path / layout, layout)
         home = slab_home(tmp_path / layout) if layout == "slab" else tmp_path / layout
         assert (home / "members").exists()
+    with closing(opened(tmp_path / "pages", "pages")) as store:
+        alone = page_keys(1, "alone")
+        assert store_pages(store, alone, [5 << 20]) == [SetResult.STORED]
+        assert_hits(store, alone, [5 << 20])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

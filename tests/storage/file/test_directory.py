@@ -18,7 +18,6 @@ from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.access import make_directory, move_aside
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.store import GetResult, SetResult
-from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.pages.tree import load_document
@@ -174,25 +173,6 @@ def test_of_two_writers_the_first_to_publish_wins(directory):
         os.close(fd)
         unlink_quietly(temp_path)
     assert Path(path).read_bytes() == b"second"
-    assert list(directory.temporary.iterdir()) == []
-
-
-def test_without_renameat2_publishing_is_still_whole_or_nothing(directory, monkeypatch):
-    class OldKernel:
-        def renameat2(self, *_):
-            directory_module.ctypes.set_errno(errno.EINVAL)
-            return -1
-
-    monkeypatch.setattr(directory_module, "_libc", OldKernel)
-    path = directory.page_path(page_key("race"))
-    sum(directory.create_parent(path))
-    first, second = directory.open_unpublished(), directory.open_unpublished()
-    directory.publish(first[1], path)
-    with pytest.raises(FileExistsError):
-        directory.publish(second[1], path)
-    os.close(first[0])
-    os.close(second[0])
-    unlink_quietly(second[1])
     assert list(directory.temporary.iterdir()) == []
 
 

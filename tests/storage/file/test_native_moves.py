@@ -11,7 +11,6 @@ import mmap
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -33,7 +32,6 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.file.devices import IoPlan
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.storage.tiers.file.pages.tree import alone
 from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.directory import OpenFile
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
@@ -814,9 +812,9 @@ def test_headers_are_checked_as_the_envelope_does(kinds, seed):
 @pytest.mark.parametrize("ttl", [None, 3600])
 def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
     store = PageFileStore("disk", tmp_path / "tier", capacity=None, ttl=ttl)
-    files, keys = store._packs, page_keys(48) + page_keys(8, identity=bytes(15) + b"\7")
+    keys = page_keys(48) + page_keys(8, identity=bytes(15) + b"\7")
     for key in keys[:40] + keys[48:52]:
-        assert files.write(PageBatch([key], [[memoryview(bytes(100))]]), [0])[0] is SetResult.STORED
+        assert store._write_file(PageBatch([key], [[memoryview(bytes(100))]]), [0])[0] is SetResult.STORED
     paths = [Path(store._directory.page_path(key)) for key in keys]
     for number, spoil in enumerate(
         [
@@ -827,14 +825,13 @@ def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
             lambda path: (path.unlink(), os.mkfifo(path)),
             lambda path: path.unlink(),
             lambda path: os.utime(path, (1000, 1000)),
-            lambda path: files._remember_unhealed(keys[7], alone(keys[7][16:])),
+            lambda path: store._unreadable.add(keys[7]),
         ]
     ):
         spoil(paths[number])
     asked = [*keys[48:], *keys[:48], *page_keys(3, identity=bytes(16)), *keys[:9]]
-    oldest = 0 if ttl is None else int((time.time() - ttl) * 1000)
-    found = [files.has(some, oldest) for some in (asked, keys[:48], keys[40:48] * 5)]
+    found = [store.contains(some) for some in (asked, keys[:48], keys[40:48] * 5)]
     monkeypatch.setattr(native, "LIBRARY", Path("/nowhere"))
-    assert found == [files.has(some, oldest) for some in (asked, keys[:48], keys[40:48] * 5)]
+    assert found == [store.contains(some) for some in (asked, keys[:48], keys[40:48] * 5)]
     assert found[1] == [False] * 6 + [ttl is None, False] + [True] * 32 + [False] * 8
     store.close()

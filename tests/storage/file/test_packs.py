@@ -430,7 +430,7 @@ def test_a_pack_older_than_the_ttl_is_absent_and_is_removed(open_store, place, m
     monkeypatch.undo()
     store_pages(store, page_keys(3, "young"))
     assert store.contains([*KEYS, *page_keys(3, "young")]) == [False] * 6 + [True] * 3
-    assert store._packs.remove_expired(store._upkeep, oldest_valid_ms(store._ttl)) == 6
+    assert store._remove_expired(store._upkeep, oldest_valid_ms(store._ttl)) == 6
     assert len(_packs(place)) == 1
     assert store.metrics.value("evicted", "ttl") == 6
     assert account_and_walk(store)[0] == account_and_walk(store)[1]

@@ -188,13 +188,13 @@ def test_a_page_that_was_stored_while_its_bucket_was_listed_is_there(store, plac
         return names
 
     monkeypatch.setattr(os, "listdir", slow)
-    known = store._packs.catalogue
+    known = store._catalogue
     place_of = known.find([KEYS[0]])[0]
     look = threading.Thread(target=known.look_for, args=(IDENTITY, place_of.pack))
     look.start()
     assert listed.wait(30)
     young = page_keys(3, "young")
-    assert store._packs.write(*_batch(young))[0] is SetResult.STORED
+    assert store._write_file(*_batch(young))[0] is SetResult.STORED
     go_on.set()
     look.join()
     assert [each is not None for each in known.find(young, again=False)] == [True] * 3
@@ -212,9 +212,9 @@ def test_a_pack_that_others_renamed_before_its_age_was_renewed_is_no_trouble_of_
     monkeypatch.setattr(store, "_trouble", errors.append)
     old = time.time() - 3600
     os.utime(pack, (old, old))
-    found = store._packs.find(KEYS[1:2], 0)[0]
+    found = store._find(KEYS[1:2], 0)[0]
     open_store().remove(KEYS[:1])
-    store._packs.touch(found.path, found.status)
+    store._touch(found.path, found.status)
     assert errors == []
 
 

@@ -13,7 +13,6 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -434,17 +433,10 @@ def test_a_read_that_fails_once_and_then_works_is_a_hit_again(store, page, place
     assert store.contains([KEY]) == [True]
 
 
-def _not_known(*_: object) -> int:
-    directory_module.ctypes.set_errno(errno.EINVAL)
-    return -1
-
-
 @pytest.mark.parametrize("call", ["open", "pwritev", "link", "mkdir"])
 @pytest.mark.parametrize(("code", "result"), [(errno.EIO, SetResult.ERROR), (errno.ENOSPC, SetResult.REJECTED)])
 def test_a_write_that_fails_leaves_nothing_behind(store, place, monkeypatch, call, code, result):
     monkeypatch.setattr(pages, "NO_SPACE_PAUSES", Backoff(0.0, 0.0))
-    # By a rename that replaces nothing, or where there is none by a link: what of it fails is seen of the link.
-    monkeypatch.setattr(directory_module, "_libc", lambda: SimpleNamespace(renameat2=_not_known))
     with DiskFaults(place, rate=1, errors=(code,), short=False, calls=(call,)):
         assert store_one_by_one(store, [KEY]) == [result]
     assert store.metrics.value("error", errno.errorcode[code]) == 1

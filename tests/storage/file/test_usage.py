@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from hicache_ext.runtime.file_lock import try_lock_byte
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.usage import HELD, NO_ROOM, UnderWay, Usage, UsageRecord, gone_writers
+from hicache_ext.storage.tiers.file.usage import HELD, NO_ROOM, UnderWay, Usage, UsageRecord
 
 _SPAWN = multiprocessing.get_context("spawn")
 
 
-def _no_room(need: int) -> list[int]:
-    return []
+def _no_room(need: int) -> int:
+    return 0
 
 
-def _in_vain(need: int) -> list[int]:
+def _in_vain(need: int) -> int:
     raise AssertionError("evicted in vain")
 
 
@@ -36,7 +36,7 @@ class Account(Usage):
 
     def __init__(self, place: Path) -> None:
         self.members = Members(place / "members")
-        super().__init__(place / "usage", self.members, place / "members", gone_writers(place, self.members.is_alive))
+        super().__init__(place, self.members)
 
     def walk(self, *parts: int) -> bool:
         """A count that finds this in its parts."""
@@ -79,7 +79,6 @@ def _sealed(body: bytes) -> bytes:
 
 def _change(usage: Account, change: Callable[[UsageRecord], object]) -> None:
     with usage.locked() as record:
-        assert record is not None
         change(record)
 
 
@@ -102,9 +101,9 @@ def test_room_is_asked_for_exactly_what_is_missing(open_usage):
     usage = open_usage(900)
     asked: list[int] = []
 
-    def evict(need: int) -> list[int]:
+    def evict(need: int) -> int:
         asked.append(need)
-        return [200, 150]
+        return 350
 
     assert usage.reserve(400, 1000, evict) is None
     assert asked == [300]
@@ -128,12 +127,11 @@ def test_two_processes_do_not_evict_for_the_same_need(open_usage):
     answers: list[str | None] = []
     waiting = threading.Thread(target=lambda: answers.append(second.reserve(100, 1000, _in_vain)))
 
-    def evict(need: int) -> Iterator[int]:
+    def evict(need: int) -> int:
         asked.append(need)
         waiting.start()
-        yield need
         # More than is needed, for those who come next.
-        yield 500
+        return need + 500
 
     assert first.reserve(100, 1000, evict) is None
     waiting.join(60)
@@ -145,14 +143,13 @@ def test_the_account_is_free_while_a_process_evicts_and_sees_what_that_frees(ope
     first, second = open_usage(1000), open_usage()
     seen: list[int] = []
 
-    def evict(need: int) -> Iterator[int]:
-        for _ in range(3):
-            seen.append(second.used())
-            second.commit(0, 0)
-            yield 100
+    def evict(need: int) -> int:
+        seen.append(second.used())
+        second.commit(0, 0)
+        return 300
 
     assert first.reserve(300, 1000, evict) is None
-    assert seen == [1300, 1200, 1100]
+    assert [*seen, second.used()] == [1300, 1000]
 
 
 def test_removals_are_accounted_when_they_end_also_by_an_exception(open_usage):
@@ -175,7 +172,7 @@ def test_what_a_dead_writer_had_reserved_counts_as_stored_until_somebody_counts(
     killed.leave()
     assert usage.in_doubt()
     asked: list[int] = []
-    assert usage.reserve(700, 1200, lambda need: asked.append(need) or [need]) is None
+    assert usage.reserve(700, 1200, lambda need: asked.append(need) or need) is None
     assert asked == [100]
     assert usage.used() == 1200 and usage.in_doubt()
     usage.commit(700, 0)
@@ -207,9 +204,9 @@ def test_an_eviction_is_on_record_before_its_first_file_goes(tmp_path, open_usag
     usage = open_usage(900)
     on_disk: list[dict] = []
 
-    def evict(need: int) -> list[int]:
+    def evict(need: int) -> int:
         on_disk.append(_record_on_disk(tmp_path))
-        return [need]
+        return need
 
     assert usage.reserve(400, 1000, evict) is None
     assert list(on_disk[0]["under_way"]) == [str(usage.members.id)]
@@ -382,7 +379,6 @@ def test_no_changed_byte_of_the_account_is_believed(tmp_path, open_usage):
         changed[place] ^= 1 << place % 7
         (tmp_path / "usage").write_bytes(changed)
         with usage.locked() as record:
-            assert record is not None
             assert not record.counted or record.stored == 123456, chr(whole[place])
 
 
@@ -393,7 +389,7 @@ def test_while_nobody_knows_what_is_stored_as_much_goes_as_comes(tmp_path, open_
     assert usage.used(1000) == 1000
     asked: list[int] = []
     for amount in (100, 50, 60):
-        assert usage.reserve(amount, 1000, lambda need: asked.append(need) or [need]) is None
+        assert usage.reserve(amount, 1000, lambda need: asked.append(need) or need) is None
         usage.commit(amount, amount)
     assert asked == [100, 50, 60]
     assert usage.used(1000) == 1000
@@ -406,7 +402,7 @@ def test_of_a_file_that_had_grown_and_is_gone_only_as_much_goes_as_comes_until_s
     with usage.removing() as removal:
         removal.freed, removal.uncertain = 100, True
     asked: list[int] = []
-    assert usage.reserve(50, 1000, lambda need: asked.append(need) or [need]) is None
+    assert usage.reserve(50, 1000, lambda need: asked.append(need) or need) is None
     usage.commit(50, 50)
     assert asked == [50]
     while usage.in_doubt():
@@ -473,10 +469,10 @@ def test_somebody_stopped_amid_an_eviction_does_not_keep_others_from_the_room_th
     done = threading.Event()
     begun = threading.Event()
 
-    def evict(need: int) -> Iterator[int]:
+    def evict(need: int) -> int:
         begun.set()
         done.wait(60)
-        yield need
+        return need
 
     thread = threading.Thread(target=first.reserve, args=(200, 1000, evict))
     thread.start()

@@ -28,7 +28,7 @@ from pydantic import Field, TypeAdapter
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.layouts import slab_home
+from hicache_ext.storage.tiers.file.layouts import MEMBERS, slab_home
 
 _RECORD_LIMIT = 1 << 20
 _EVICTION_BYTE = 0
@@ -114,48 +114,45 @@ class Usage:
     No call waits longer than the bounds of ``ChangeLock``.
     """
 
-    def __init__(self, path: Path, members: Members, members_path: Path, is_gone: IsGone) -> None:
+    def __init__(self, directory: Path, members: Members) -> None:
         """``members``: this process among those that use the directory; it outlives the account.
 
         Raises TimeoutError where another process holds the account and does nothing.
         """
         self._members = members
-        self._is_gone = is_gone
+        self._is_gone = gone_writers(directory, members.is_alive)
         self._state = threading.Lock()
         # What this process has under way, and what it has still to tell the account.
         self._operations = 0
         self._reserved = 0
         self._unsettled = 0
         self._doubt = False
+        path = directory / "usage"
         with ExitStack() as locks:
             # clear() takes it on SGLang's scheduler thread.
             self._lock = ChangeLock(path, 0, f"the account {str(path)!r}", threads=CHANGE_LOCK_BOUND)
             locks.callback(self._lock.close)
-            turns = f"the turn to evict from {str(path.parent)!r}"
-            self._evictions = ChangeLock(members_path, _EVICTION_BYTE, turns)
+            turns = f"the turn to evict from {str(directory)!r}"
+            self._evictions = ChangeLock(directory / MEMBERS, _EVICTION_BYTE, turns)
             locks.callback(self._evictions.close)
-            self._lock.check_is_free(_held(path))
-            self._begin(path)
+            self._held = (
+                f"another process has held {str(path)!r} for {CHANGE_LOCK_BOUND:g} s and does nothing, stopped perhaps"
+            )
+            self._lock.check_is_free(self._held)
+            with self.locked() as record:
+                self._release_dead_writers(record)
+                record.users = [user for user in record.users if members.is_alive(user)]
+                record.recount = record.recount or not record.users
+                record.users.append(members.id)
             self._locks = locks.pop_all()
 
-    def _begin(self, path: Path) -> None:
-        with self.locked() as record:
-            if record is None:
-                raise TimeoutError(errno.ETIMEDOUT, _held(path))
-            self._release_dead_writers(record)
-            record.users = [user for user in record.users if self._members.is_alive(user)]
-            if not record.users:
-                record.recount = True
-            record.users.append(self._members.id)
-
     @contextmanager
-    def locked(self) -> Iterator[UsageRecord | None]:
-        """The record under the lock of all processes, to be changed; None where another process holds it for longer
-        than the bound. Written back with what this process has under way, unless the body raised."""
+    def locked(self) -> Iterator[UsageRecord]:
+        """The record under the lock of all processes, to be changed. Written back with what this process has under way,
+        unless the body raised. Raises TimeoutError where another process holds it for longer than the bound."""
         with self._lock.held() as mine:
             if not mine:
-                yield None
-                return
+                raise TimeoutError(errno.ETIMEDOUT, self._held)
             # The whole directory may have been removed under us.
             self._members.renew()
             record = _record_in(os.pread(self._lock.fd, _RECORD_LIMIT, 0))
@@ -174,43 +171,43 @@ class Usage:
                     self._unsettled += settled
                 raise
 
-    def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], Iterable[int]]) -> str | None:
+    def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], int]) -> str | None:
         """Begin an operation that needs ``amount`` bytes within ``capacity``; None, or why there is no room now.
 
-        ``evict(bytes)`` evicts at least that many bytes if it can, and yields how many it has freed every so often. One
-        process at a time evicts, without the lock of the account. After None the caller always calls ``commit``.
+        ``evict(bytes)`` evicts at least that many bytes if it can, and returns how many it has freed. One process at a
+        time evicts, without the lock of the account. After None the caller always calls ``commit``.
         """
-        refused, _ = self._try_to_reserve(amount, capacity, beyond=False)
-        if refused != NO_ROOM:
-            return refused
-        with self._evictions.held() as mine:
-            if not mine:
-                return HELD
-            # Another process may have made room meanwhile. If not, what is evicted is for us: it is reserved before.
-            refused, missing = self._try_to_reserve(amount, capacity, beyond=True)
-            if refused is not None or not missing:
-                return refused
-            refused = HELD
-            try:
-                for freed in evict(missing):
-                    self._end(stored=-freed)
-                with self.locked() as record:
-                    used = None if record is None else record.used(capacity)
-                if used is not None:
-                    refused = NO_ROOM if capacity is not None and used > capacity else None
-            finally:
-                if refused is not None:
-                    self._end(operations=-1, reserved=-amount)
-            return refused
+        try:
+            if self._try_to_reserve(amount, capacity, beyond=False) is not None:
+                return None
+            with self._evictions.held() as mine:
+                if not mine:
+                    return HELD
+                # Another process may have made room meanwhile. If not, what is evicted is for us: reserved before.
+                missing = self._try_to_reserve(amount, capacity, beyond=True)
+                return NO_ROOM if missing is None else self._make_room(missing, amount, capacity, evict)
+        except TimeoutError:
+            return HELD
 
-    def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> tuple[str | None, int]:
-        """As ``reserve``, and after None the bytes that are to be evicted first. ``beyond``: also where there is no
-        room now, if eviction can make some."""
+    def _make_room(self, missing: int, amount: int, capacity: int | None, evict: Callable[[int], int]) -> str | None:
+        """Evict what is missing for bytes that are reserved; as ``reserve``."""
+        is_room = not missing
+        try:
+            if missing:
+                self._change(stored=-evict(missing))
+                with self.locked() as record:
+                    is_room = capacity is None or record.used(capacity) <= capacity
+        finally:
+            if not is_room:
+                self._end(operations=-1, reserved=-amount)
+        return None if is_room else NO_ROOM
+
+    def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> int | None:
+        """Reserve; the bytes that are to be evicted first, None where there is no room. ``beyond``: also where there is
+        none now, if eviction can make some."""
         begun = False
         try:
             with self.locked() as record:
-                if record is None:
-                    return HELD, 0
                 missing = 0
                 if record.recount and capacity is not None and record.stored > capacity:
                     # It cannot be, and is in doubt: nobody knows what is stored.
@@ -219,11 +216,11 @@ class Usage:
                     self._release_dead_writers(record)
                     # Where others have reserved too much no eviction can help: do not empty the cache for it.
                     if not beyond or record.reserved + amount > capacity:
-                        return NO_ROOM, 0
+                        return None
                     missing = record.used(capacity) + amount - capacity
                 self._change(operations=1, reserved=amount)
                 begun = True
-                return None, missing
+                return missing
         except OSError:
             if begun:
                 self._change(operations=-1, reserved=-amount)
@@ -272,8 +269,6 @@ class Usage:
     def note_no_space(self, since: int) -> None:
         """Raises OSError, also where the account cannot be changed now."""
         with self.locked() as record:
-            if record is None:
-                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "usage")
             record.no_space_since = since
 
     def in_doubt(self) -> bool:
@@ -282,15 +277,13 @@ class Usage:
         return record is None or record.in_doubt or bool(self._dead_writers(record))
 
     def count(self, parts: Iterable[tuple[float, int]]) -> bool:
-        """Put the account right by a walk over the directory, while it is in use; False where ``parts`` ended early or
-        the account could not be changed. One process at a time.
+        """Put the account right by a walk over the directory, while it is in use; False where ``parts`` ended early.
+        One process at a time. Raises OSError.
 
         ``parts`` walks: (share of the directory walked by now, bytes found in this part). Pages come and go meanwhile.
         They are spread evenly over the parts, so of a change the share walked before is missing in what was found.
         """
         with self.locked() as record:
-            if record is None:
-                return False
             self._release_dead_writers(record)
             # Odd, also after a count whose process was killed.
             record.counts += 1 + record.counts % 2
@@ -299,14 +292,11 @@ class Usage:
         found, correction, share = 0, 0.0, 0.0
         for walked, part in parts:
             found += part
-            record = self._look()
-            if record is not None:
-                correction += (record.stored - before) * (share + walked) / 2
-                before = record.stored
+            if (seen := self._look()) is not None:
+                correction += (seen.stored - before) * (share + walked) / 2
+                before = seen.stored
             share = walked
         with self.locked() as record:
-            if record is None:
-                return False
             record.counts += record.counts % 2
             if share < 1.0 or record.counted != was_counted:
                 record.recount = True
@@ -374,10 +364,6 @@ class Usage:
         body = _RECORD.dump_json(record, warnings=False)
         # The newline ends the record: the rest of an earlier, longer one is never read.
         os.pwrite(self._lock.fd, _checksum(body) + b" " + body + b"\n", 0)
-
-
-def _held(path: Path) -> str:
-    return f"another process has held {str(path)!r} for {CHANGE_LOCK_BOUND:g} s and does nothing, stopped perhaps"
 
 
 def occupied_bytes(directory: Path) -> int:

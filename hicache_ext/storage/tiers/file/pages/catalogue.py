@@ -29,7 +29,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
 from hicache_ext.page.pack import Pack, Tombstone
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
-from hicache_ext.storage.tiers.file.layouts import FILES_NAME, PACK_NAME
+from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME, FILES_NAME, PACK_NAME
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
     PackFile,
@@ -39,6 +39,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     is_alone,
     keys_in,
     pack_id_in,
+    page_files,
 )
 
 PACKS_IN_A_BUCKET = 512
@@ -135,10 +136,8 @@ class PackCatalogue:
         if bucket is None:
             return False
         with known.lock:
-            try:
-                names = self._list(known, bucket, anyway=True)
-            except OSError as error:
-                self._note_error(error)
+            names = self._list(known, bucket, anyway=True)
+            if names is None:
                 return True
             if not any(pack_id_in(name) == pack.id for name in names):
                 self._forget(known, pack.id)
@@ -206,52 +205,46 @@ class PackCatalogue:
         """Read again what others may have changed: at first, and for long with ``everything``, in all buckets."""
         with known.lock:
             until = math.inf if everything else time.monotonic() + _AT_ONCE
+            most = None if everything or known.home.changed == -1 else _NEWEST
             try:
-                self._look(known, everything=everything or known.home.changed == -1, until=until)
+                self._list_buckets(known)
             except OSError as error:
                 self._note_error(error)
-
-    def _look(self, known: _Known, *, everything: bool, until: float) -> None:
-        self._list_buckets(known)
-        newest_first = sorted(known.buckets, reverse=True)
-        failed: OSError | None = None
-        for position, bucket in enumerate(newest_first if everything else newest_first[:_NEWEST]):
-            if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
-                self._loop.wake()
-                break
-            try:
+                return
+            for position, bucket in enumerate(sorted(known.buckets, reverse=True)[:most]):
+                if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
+                    self._loop.wake()
+                    break
                 self._list(known, bucket)
-            except OSError as error:
-                # It hides no other.
-                failed = failed or error
-        if failed is not None:
-            raise failed
 
     def _list_buckets(self, known: _Known) -> None:
         now = _changed(known.path)
         if not _differs(known.home, now):
             return
         begun = time.monotonic()
-        names = self._tree.buckets(bytes.fromhex(known.path.rpartition("/")[2]))
+        names = [entry.name for entry in directories(known.path, BUCKET_NAME)]
         known.home = _listed(now, begun, youngest=max(names, default=""))
         for bucket in names:
             known.buckets.setdefault(bucket, _Listed())
         for bucket in known.buckets.keys() - set(names):
             self._list(known, bucket, anyway=True)
 
-    def _list(self, known: _Known, bucket: str, *, anyway: bool = False) -> set[str]:
-        """Read the names in a bucket, if it has changed or ``anyway``; the names."""
+    def _list(self, known: _Known, bucket: str, *, anyway: bool = False) -> set[str] | None:
+        """Read the names in a bucket, if it has changed or ``anyway``; the names, None where they cannot be read."""
         path, listed = f"{known.path}/{bucket}", known.buckets.get(bucket) or _Listed()
-        now = _changed(path)
-        if not anyway and not _differs(listed, now):
-            return listed.names
-        begun = time.monotonic()
-        # What this process writes while the names are read may not be among them.
-        before = listed.names.copy()
         try:
+            now = _changed(path)
+            if not anyway and not _differs(listed, now):
+                return listed.names
+            begun = time.monotonic()
+            # What this process writes while the names are read may not be among them.
+            before = listed.names.copy()
             names = {name for name in os.listdir(path) if PACK_NAME.fullmatch(name)}
         except ABSENT:
             names, now = set(), 0
+        except OSError as error:
+            self._note_error(error)
+            return None
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
                 known.bucket_of[found.pack.id] = bucket
@@ -282,7 +275,6 @@ class PackCatalogue:
 
 Words = npt.NDArray[np.int64]
 _BLOCK_BYTES = 8
-_NONE: Words = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +286,7 @@ class _Read:
     settled: bool
     """That time was old enough: what changes after it shows."""
     blocks: Words
-    packs: dict[str, Words] = field(default_factory=dict)
+    packs: dict[str, bytes]
     """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
 
 
@@ -306,17 +298,17 @@ def read_contents(tree: PageTree, digest: bytes, before: Contents) -> Contents:
     """Return what the directories of an identity hold; what was read ``before`` is not read again. Raises OSError."""
     now: Contents = {}
     for place in directories(tree.identity_path(digest), FILES_NAME):
-        if (read := _read_again(tree, place.path, digest, before.get(place.path))) is not None:
+        if (read := _read_again(place.path, digest, before.get(place.path))) is not None:
             now[place.path] = read
     return now
 
 
 def blocks_in(contents: Contents) -> Words:
     """Return the blocks of these pages, as ``PageLister`` does."""
-    return np.concatenate([_NONE, *[read.blocks for read in contents.values()]])
+    return np.concatenate([np.empty(0, np.int64), *[read.blocks for read in contents.values()]])
 
 
-def _read_again(tree: PageTree, path: str, identity: bytes, before: _Read | None) -> _Read | None:
+def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | None:
     changed = _changed(path)
     if not changed:
         return None
@@ -324,34 +316,23 @@ def _read_again(tree: PageTree, path: str, identity: bytes, before: _Read | None
         return before
     settled = time.time() - changed / 1e9 > _COARSE
     known = {} if before is None else before.packs
-    packs: dict[str, Words] = {}
-    alone: list[bytes] = []
-    living = [_NONE]
-    for file, found in tree.packs_in(path):
-        if is_alone(found.pack):
-            alone.append(bytes.fromhex(found.pack.id)[:_BLOCK_BYTES])
-            continue
+    packs: dict[str, bytes] = {}
+    living: list[bytes] = []
+    for entry, found in page_files(path):
         blocks = known.get(found.pack.id)
         if blocks is None:
             try:
-                blocks = _blocks_of_pack(file, identity, found)
+                keys = keys_in(entry.path, identity, found.pack)
             except OSError:
                 # Gone, or renamed meanwhile: the next look finds out.
                 settled = False
                 continue
-        packs[found.pack.id] = blocks
-        living.append(blocks[found.living])
-    return _Read(changed, settled, np.concatenate([*living, _blocks_of(b"".join(alone))]), packs)
-
-
-def _blocks_of_pack(file: str, identity: bytes, found: PackFile) -> Words:
-    """Pages of which the key is not known cannot be read either: they are told as none that anybody asks for."""
-    keys = [key or bytes(KEY_LENGTH) for key in keys_in(file, identity, found.pack)]
-    return _blocks_of(b"".join([key[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys]))
-
-
-def _blocks_of(joined: bytes) -> Words:
-    return np.frombuffer(joined, ">i8").astype(np.int64)
+            # A page of which the key is not known cannot be read either: it is told as none that anybody asks for.
+            blocks = b"".join([(key or bytes(KEY_LENGTH))[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys])
+        if not is_alone(found.pack):
+            packs[found.pack.id] = blocks
+        living += [blocks[position * _BLOCK_BYTES :][:_BLOCK_BYTES] for position in found.living]
+    return _Read(changed, settled, np.frombuffer(b"".join(living), ">i8").astype(np.int64), packs)
 
 
 # -- times of change ---------------------------------------------------------------------------------------------------

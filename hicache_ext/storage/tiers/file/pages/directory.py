@@ -17,7 +17,6 @@ moves is moved aside with them, and so is a directory with a page's name.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
@@ -28,15 +27,14 @@ from pathlib import Path
 
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
-from hicache_ext.storage.tiers.file.layouts import FILES_NAME, IDENTITY_NAME, adopt, check_before_start
-from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, directories, occupied, page_files
+from hicache_ext.storage.tiers.file.layouts import FILES_NAME, adopt, check_before_start
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, counted_for, directories, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
-
-_RENAME_NOREPLACE = 1
-_AT_FDCWD = -100
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
+"""Of a file system without hard links, or none between directories."""
 
 
 class PageDirectory(PageTree):
@@ -98,8 +96,17 @@ class PageDirectory(PageTree):
         if is_new_name:
             # One round trip to a server; to link and to unlink are two.
             os.rename(temp_path, page_path)
+            return
+        try:
+            os.link(temp_path, page_path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # On vfat or SMB the last writer wins: whatever has the name is a whole page.
+            os.rename(temp_path, page_path)
         else:
-            _rename_without_replacing(temp_path, page_path)
+            # Published now; a second name left in tmp/ is removed by the next start.
+            unlink_quietly(temp_path)
 
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
         """Remove whatever has the name of a page or a pack; the size of the file removed.
@@ -122,19 +129,14 @@ class PageDirectory(PageTree):
             move_aside(Path(page_path))
         return 0
 
-    def remove_buckets_if_empty(self, buckets: Iterable[str]) -> int:
-        """Remove those of these buckets that are empty: new ones are made all the time. Bytes of disk freed."""
-        return sum(map(_remove_directory, buckets))
+    def remove_if_empty(self, places: Iterable[str]) -> int:
+        """Remove those of these directories that are empty, and return the bytes of disk freed. Writers make them anew,
+        and new buckets all the time."""
+        return sum(map(_remove_directory, places))
 
     def remove_empty_directories(self) -> int:
-        """Remove the directories of pages and identities that are empty; bytes of disk freed. Writers make them
-        anew."""
-        freed = 0
-        for identity in directories(self.pages_path, IDENTITY_NAME):
-            for inner in directories(identity.path, FILES_NAME):
-                freed += _remove_directory(inner.path)
-            freed += _remove_directory(identity.path)
-        return freed
+        """``remove_if_empty`` of all directories of pages and identities."""
+        return self.remove_if_empty([*self.file_directories(), *map(self.identity_path, self.known_identities())])
 
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, if there was one. Raises OSError."""
@@ -143,29 +145,29 @@ class PageDirectory(PageTree):
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
-        except FileNotFoundError:
-            return None
-        try:
-            os.rename(home, moved)
-        except (FileNotFoundError, NotADirectoryError):
-            # Somebody has removed tmp/, or another process has cleared the identity.
+            # Somebody may have removed it.
             make_directory(self.temporary, self._access)
-            try:
-                os.rename(home, moved)
-            except FileNotFoundError:
-                return None
+            os.rename(home, moved)
+        except FileNotFoundError:
+            # It has no pages, or another process has cleared it.
+            return None
         return moved
 
     def delete_detached(self, tree: Path) -> int:
         """Delete the pages that ``detach_identity`` moved; return bytes of disk freed. Files of others are moved aside
         with the directories around them; a page that cannot be deleted stays to be deleted by the next start."""
-        freed = 0
-        for inner in list(directories(tree, FILES_NAME)):
-            for entry in list(page_files(inner.path)):
-                if not entry.is_dir(follow_symlinks=False):
-                    freed += _delete(entry)
-            freed += _remove_directory(inner.path)
-        gone = _remove_directory(tree)
+        freed = gone = 0
+        # Twice: a writer that had looked the tree up before it was moved may have made a directory in it since.
+        for _ in range(2):
+            for inner in list(directories(tree, FILES_NAME)):
+                for entry, found in list(page_files(inner.path)):
+                    # What is gone, what cannot be removed, and a directory.
+                    with suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        os.unlink(entry.path)
+                        freed += counted_for(found, status)
+                freed += _remove_directory(inner.path)
+            gone = gone or _remove_directory(tree)
         if not gone and not self.has_pages(tree):
             with suppress(OSError):  # It stays to be looked at by the next start, too.
                 move_aside(tree)
@@ -202,39 +204,9 @@ def _remove_directory(path: str | Path) -> int:
     return BLOCK
 
 
-def _delete(entry: os.DirEntry[str]) -> int:
-    """Delete a file; the bytes of disk freed, 0 where it is gone or stays."""
-    try:
-        size = entry.stat(follow_symlinks=False).st_size
-    except OSError:
-        return 0
-    return occupied(size) if unlink_quietly(entry.path) else 0
-
-
 def unlink_quietly(path: str) -> bool:
     try:
         os.unlink(path)
     except OSError:
         return False
     return True
-
-
-def _rename_without_replacing(source: str, target: str) -> None:
-    """Rename unless ``target`` exists (then FileExistsError and ``source`` stays).
-
-    renameat2 does it in one step; file systems without it (NFS) get link + unlink, which is as atomic for readers.
-    """
-    result = _libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
-    if result == 0:
-        return
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        os.link(source, target)
-        # Published now; a second name left in tmp/ is removed by the next start.
-        unlink_quietly(source)
-        return
-    raise OSError(code, os.strerror(code), target)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

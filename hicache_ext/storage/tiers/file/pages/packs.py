@@ -14,10 +14,11 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -27,12 +28,14 @@ from hicache_ext.page import envelope
 from hicache_ext.page import pack as pack_format
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, encode_footer, milliseconds_of, new_id, short_hash
+from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.log_limit import LimitedLog
-from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.base import leading_in_portions
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
+from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
+from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
@@ -45,17 +48,18 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     header_at,
     is_alone,
     is_expired,
-    is_old_alone,
+    is_old,
     keys_in,
     most_pages,
     occupied,
+    page_files,
     short_hash_of,
 )
+from hicache_ext.storage.tiers.file.path_store import PathStore, oldest_valid_ms
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
 
-HEADER_LENGTH = envelope.FIELDS_LENGTH
 TOUCH_INTERVAL = 60.0
 """Seconds between two renewals of a file's recency (its mtime): eviction needs no finer order."""
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
@@ -64,7 +68,8 @@ _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
 """A pack takes at most this part of the capacity: packs are evicted whole."""
-_UNHEALED_LIMIT = 65536
+_MOST_UNREADABLE = 65536
+_LEADING_AT_ONCE = 1024
 _NATIVE_FROM = 32
 """Keys in a look-up of pages alone from which the native core looks. Of a bad disk it says nothing."""
 
@@ -86,81 +91,67 @@ class FoundPack:
     """How many of its pages can be read: less than it has where it is cut or too old, or is no file."""
 
 
-class Packs:
-    """The files of pages of one directory. Thread-safe."""
+class PageFiles(PathStore):
+    """The part of a store that finds, reads, writes and takes away files of pages, whatever room there is."""
 
-    def __init__(
-        self,
-        tier: str,
-        directory: PageDirectory,
-        usage: Usage,
-        metrics: TierMetrics,
-        note_error: Callable[[OSError], None],
-        flags: tuple[int, int],
-        look_over: Callable[[tuple[bytes, Pack]], None],
-    ) -> None:
-        """``flags``: of preadv2 and of pwritev2. ``look_over`` hears of identity and pack where a page was bad."""
-        self._tier = tier
-        self._directory = directory
-        self._usage = usage
-        self._metrics = metrics
-        self._note_error = note_error
-        self._look_over = look_over
-        self._bad_log = LimitedLog(logger)
-        self._read_flags, self._write_flags = flags
+    def _open(self, path: Path, evicted_age: RecentMean) -> None:
+        self._directory = directory = PageDirectory(path, self.name)
+        self._resources.callback(directory.close)
+        self._usage = Usage(path, directory.members)
+        self._resources.callback(self._usage.close)
+        self._catalogue = PackCatalogue(self.name, directory, self._count_error)
+        self._resources.callback(self._catalogue.close)
         self._most_pages = most_pages(directory.pages_path)
-        self.catalogue = PackCatalogue(tier, directory, note_error)
+        # Keys of pages that could not be read, and of pages alone that could not be taken away: absent to callers until
+        # a read succeeds. The next write takes another pack, or frees the name where that has become possible.
+        self._unreadable: set[bytes] = set()
         # Loaded now, and not in front of the first look-up.
         native.core()
-        # Pages, and the ids of their packs, that could not be read or taken away: absent to callers until a read
-        # succeeds. The next write frees the name of a page alone where that has become possible.
-        self._unhealed: set[tuple[bytes, str]] = set()
-
-    def close(self) -> None:
-        self.catalogue.close()
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[FoundPack | None]:
+    def _find(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[FoundPack | None]:
         """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
         for identity, positions in _by_identity(keys):
-            statuses: dict[str, FoundPack | None] = {}
             for attempt in range(_ATTEMPTS):
+                places = self._catalogue.find([keys[i] for i in positions], again=attempt == 0)
+                packs = {place.pack.id: place.pack for place in places if place is not None}
+                statuses = {pack_id: self._status(identity, pack, oldest_valid_ms) for pack_id, pack in packs.items()}
                 moved: list[int] = []
-                places = self.catalogue.find([keys[i] for i in positions], again=attempt == 0)
-                unhealed = self._unhealed
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
                         continue
-                    pack, number = place
-                    if pack.id not in statuses:
-                        statuses[pack.id] = self._status(identity, pack, oldest_valid_ms)
-                    status = statuses[pack.id]
-                    if status is None or status.dead >> number & 1:
+                    status = statuses[place.pack.id]
+                    if status is None or status.dead & place.mask:
                         moved.append(position)
-                    elif number < status.pages and not (unhealed and (keys[position], pack.id) in unhealed):
+                    elif self._is_readable(keys[position], place, status):
                         found[position] = status
                 if not moved:
                     break
                 # What its bucket says now.
-                statuses = {pack_id: status for pack_id, status in statuses.items() if status is not None}
                 positions = moved
         return found
 
-    def has(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
-        """Which pages can be read, as far as names and times tell: when a page alone was written only the page itself
-        tells, so that one that is too old and was used lately counts until it is read or swept."""
-        present = [known is not None for known in self.find(keys, oldest_valid_ms)]
+    def _is_readable(self, key: bytes, place: Place, found: FoundPack) -> bool:
+        return place.position < found.pages and key not in self._unreadable
+
+    def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        """As far as names and times tell: when a page alone was written only the page itself tells, so that one that is
+        too old and was used lately counts until it is swept."""
+        oldest = oldest_valid_ms(self._ttl)
+        present = [known is not None for known in self._find(keys, oldest)]
         rest = [position for position, known in enumerate(present) if not known]
         wanted = [keys[position] for position in rest]
         # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
         core = native.core() if len(rest) >= _NATIVE_FROM else None
         look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
-        for position, known in zip(rest, look_up(wanted, oldest_valid_ms), strict=True):
-            unhealed = self._unhealed and (keys[position], keys[position][IDENTITY_LENGTH:].hex()) in self._unhealed
-            present[position] = known and not unhealed
+        for position, known in zip(rest, look_up(wanted, oldest), strict=True):
+            present[position] = known and keys[position] not in self._unreadable
         return present
+
+    def _lead(self, keys: Sequence[bytes]) -> int:
+        return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
 
     def _looked_up_alone(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
         present, failed = [False] * len(keys), None
@@ -176,7 +167,7 @@ class Packs:
             is_page = stat.S_ISREG(status.st_mode) and status.st_size >= HEADER_LENGTH
             present[number] = is_page and status.st_mtime * 1000 >= oldest_valid_ms
         if failed is not None:
-            self._note_error(failed)
+            self._count_error(failed)
         return present
 
     def _found_alone(self, core: native.Core, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
@@ -197,94 +188,91 @@ class Packs:
             present[positions] = found
         return list(map(bool, present))
 
-    def find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> SetResult | None:
+    def _find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> SetResult | None:
         """Of a page that is to be written alone: EXISTS, and it counts as used; REJECTED where something else has its
         name and cannot be removed; None where the name is free now."""
-        pack, path = alone(key[IDENTITY_LENGTH:], size), self._directory.page_path(key)
+        place, path = Place(alone(key[IDENTITY_LENGTH:], size), 0), self._directory.page_path(key)
         try:
             status = os.lstat(path)
         except OSError:
             return None
-        if (key, pack.id) in self._unhealed:
-            is_free = self._heal(key, Place(pack, 0), "unreadable", status)
-        elif is_old_alone(path, status, oldest_valid_ms):
+        if is_old(path, PackFile(place.pack), status, oldest_valid_ms):
             # Another writer may have replaced it: then the page that is to be written exists.
-            is_free = self._remove_expired(key[:IDENTITY_LENGTH], PackFile(pack), path, status) is not None
-        elif status.st_size == size and stat.S_ISREG(status.st_mode):
-            self.touch(path, status)
+            is_free = self._remove_expired_file(key[:IDENTITY_LENGTH], PackFile(place.pack), path, status)
+        elif key not in self._unreadable and status.st_size == size and stat.S_ISREG(status.st_mode):
+            self._touch(path, status)
             return SetResult.EXISTS
         else:
-            is_free = self._heal(key, Place(pack, 0), "length", status)
+            is_free = self._heal(key, place, "unreadable" if key in self._unreadable else "length", status)
         return None if is_free else SetResult.REJECTED
 
-    def keys_in(self, identity: bytes, pack: Pack) -> list[bytes]:
-        """Of the pages in a pack that are there and tell their keys. Raises OSError."""
-        for _ in range(_ATTEMPTS):
-            path, dead = self.catalogue.path(identity, pack)
-            try:
-                keys = keys_in(path, identity, pack)
-            except ABSENT:
-                if self.catalogue.look_for(identity, pack):
-                    continue
-                break
-            return [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
-        return []
+    def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
+        identity, pack = place
+        if self._catalogue.look_for(identity, pack):
+            path, dead = self._catalogue.path(identity, pack)
+            keys = keys_in(path, identity, pack)
+            told = [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
+            yield told, [pack.page_bytes - HEADER_LENGTH] * len(told)
 
     def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
-        path, dead = self.catalogue.path(identity, pack)
+        path, dead = self._catalogue.path(identity, pack)
         try:
             status = os.lstat(path)
         except ABSENT:
-            self.catalogue.look_for(identity, pack)
+            self._catalogue.look_for(identity, pack)
             return None
         except OSError as error:
-            self._note_error(error)
+            self._count_error(error)
             return None
         is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), oldest_valid_ms)
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
-    def runs(self, batch: PageBatch) -> list[Run]:
-        """All pages of a batch, to be read run by run: where names tell that they are, or alone."""
-        found, rest = self._runs_in_packs(batch.keys, again=True)
-        return [*found, *[_run_alone(batch, position) for position in rest]]
-
-    def _runs_in_packs(self, keys: Sequence[bytes], *, again: bool) -> tuple[list[Run], list[int]]:
-        """The pages that the catalogue has, and the positions of the others."""
+    def _runs(self, batch: PageBatch, *, again: bool = True) -> list[Run]:
+        """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
+        ``PackCatalogue.find``."""
         found: list[Run] = []
-        rest: list[int] = []
-        for _, positions in _by_identity(keys):
-            places = self.catalogue.find([keys[i] for i in positions], again=again)
-            rest += [position for position, place in zip(positions, places, strict=True) if place is None]
-            in_packs = runs(places, PACK_BYTES)
-            found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in in_packs]
-        return found, rest
+        for _, positions in _by_identity(batch.keys):
+            in_packs = self._catalogue.find([batch.keys[i] for i in positions], again=again)
+            places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
+            of_identity = runs(places, PACK_BYTES)
+            found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
+        return found
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult]:
+    def _read(self, batch: PageBatch) -> list[GetResult]:
+        oldest = oldest_valid_ms(self._ttl)
+        runs = self._runs(batch)
+        results = [GetResult.MISS] * len(batch)
+        read = self._workers.run(len(runs), lambda number: self._read_run(runs[number], batch, oldest))
+        for run, found in zip(runs, read, strict=True):
+            for position, result in zip(run.members, found, strict=True):
+                results[position] = result
+        return results
+
+    def _read_run(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult]:
         """Read the pages of a run into their memory."""
         return [
             self._look_again(batch, position, oldest_valid_ms) if result is None else result
-            for position, result in zip(run.members, self._read(run, batch, oldest_valid_ms), strict=True)
+            for position, result in zip(run.members, self._read_file(run, batch, oldest_valid_ms), strict=True)
         ]
 
     def _look_again(self, batch: PageBatch, position: int, oldest_valid_ms: int) -> GetResult:
         """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
         one = batch.select([position])
         for _ in range(_ATTEMPTS):
-            for run in self._runs_in_packs(one.keys, again=False)[0]:
-                (result,) = self._read(run, one, oldest_valid_ms)
-                if result is not None:
-                    return result
-        (result,) = self._read(_run_alone(one, 0), one, oldest_valid_ms)
-        return GetResult.MISS if result is None else result
+            (run,) = self._runs(one, again=False)
+            (result,) = self._read_file(run, one, oldest_valid_ms)
+            if result is not None:
+                return result
+        return GetResult.MISS
 
-    def _read(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+    def _read_file(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         """None: the page is not there (any more): look again."""
         pack, count, first = run.pack, len(run.members), batch.keys[run.members[0]]
         identity = first[:IDENTITY_LENGTH]
-        path, dead = self.catalogue.path(identity, pack)
+        path, dead = self._catalogue.path(identity, pack)
         if dead >> run.first & (1 << count) - 1:
             # Taken away since it was found, as another thread has learned.
             return [None] * count
@@ -292,7 +280,7 @@ class Packs:
             # O_NONBLOCK: opening a pipe that has the name would wait for its writer for ever.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except ABSENT:
-            self.catalogue.look_for(identity, pack)
+            self._catalogue.look_for(identity, pack)
             return [GetResult.MISS if is_alone(pack) else None] * count
         except OSError as error:
             if error.errno in _UNREADABLE:
@@ -308,11 +296,10 @@ class Packs:
                     self._heal(first, Place(pack, 0), reason, status)
                     return [GetResult.CORRUPT]
             elif is_expired(milliseconds_of(pack.id), oldest_valid_ms):
-                self._remove_expired(identity, PackFile(pack, dead), path, status)
                 return [GetResult.MISS] * count
-            results = self._read_run(fd, run, batch, oldest_valid_ms)
+            results = self._read_pages(fd, run, batch, oldest_valid_ms)
             if GetResult.HIT in results:
-                self.touch(fd, status)
+                self._touch(fd, status)
             return results
         except OSError as error:
             return self._failed_read(run, batch, path, error)
@@ -328,27 +315,27 @@ class Packs:
         if is_alone(run.pack):
             self._heal(first, Place(run.pack, 0), reason, seen)
             return [GetResult.CORRUPT]
-        self._metrics.add("corrupt", reason, count)
+        self.metrics.add("corrupt", reason, count)
         for number in range(count):
-            self.catalogue.forget_page(first[:IDENTITY_LENGTH], Place(run.pack, run.first + number))
-        logger.warning("tier %s: %s cannot be read (%s)", self._tier, path, reason)
+            self._catalogue.forget_page(first[:IDENTITY_LENGTH], Place(run.pack, run.first + number))
+        logger.warning("tier %s: %s cannot be read (%s)", self.name, path, reason)
         return [GetResult.CORRUPT] * count
 
-    def _read_run(self, fd: int, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+    def _read_pages(self, fd: int, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         page_bytes = run.pack.page_bytes
         one_by_one = [Run(run.pack, run.first + number, [member]) for number, member in enumerate(run.members)]
         if len(run.members) > 1 and any(HEADER_LENGTH + batch.sizes[i] != page_bytes for i in run.members):
-            return [self._read_run(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
+            return [self._read_pages(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
         headers = [bytearray(HEADER_LENGTH) for _ in run.members]
         buffers: list[memoryview] = []
         for header, member in zip(headers, run.members, strict=True):
             buffers += [memoryview(header), *batch.buffers[member]]
         try:
-            filled = vectored.read_into(fd, buffers, run.offset, self._read_flags)
+            filled = vectored.read_into(fd, buffers, run.offset, flags_of(self._plan.read))
         except OSError as error:
             if len(run.members) > 1:
                 # One bad block is the misfortune of one page.
-                return [self._read_run(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
+                return [self._read_pages(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
             return self._failed_read(run, batch, f"pack {run.pack.id}", error)
         return [
             self._checked(fd, page, batch, header, filled - number * page_bytes, oldest_valid_ms)
@@ -361,42 +348,39 @@ class Packs:
         """The result of one page whose header and segments were read; ``filled``: bytes of it."""
         pack, (member,), place = page.pack, page.members, Place(page.pack, page.first)
         key, segments = batch.keys[member], batch.buffers[member]
-        identity = key[:IDENTITY_LENGTH]
         reason = _reason(header, key, segments, filled, pack.page_bytes)
         if reason is None:
             if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
-                path = self._directory.page_path(key)
-                self._remove_expired(identity, PackFile(pack), path, os.fstat(fd))
                 return GetResult.MISS
-            self._unhealed.discard((key, pack.id))
+            self._unreadable.discard(key)
             return GetResult.HIT
         if not is_alone(pack) and _is_another_page(header, key):
             # Its short hash is the same.
-            self.catalogue.forget_page(identity, place)
+            self._catalogue.forget_page(key[:IDENTITY_LENGTH], place)
             return None
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
         second = bytearray(HEADER_LENGTH)
         try:
-            filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, self._read_flags)
+            filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, flags_of(self._plan.read))
         except OSError as error:
             return self._failed_read(page, batch, f"pack {pack.id}", error)[0]
         if _reason(second, key, elsewhere, filled, pack.page_bytes) is None:
             # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
-            self._metrics.add("suspect", "good")
+            self.metrics.add("suspect", "good")
         else:
             self._heal(key, place, reason, os.fstat(fd))
         return GetResult.CORRUPT
 
     def _failed_read(self, run: Run, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
         for member in run.members:
-            self._note_error(error)
+            self._count_error(error)
             # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
-            self._remember_unhealed(batch.keys[member], run.pack)
-        logger.debug("tier %s: reading %s: %s", self._tier, path, error)
+            self._remember_unreadable(batch.keys[member])
+        logger.debug("tier %s: reading %s: %s", self.name, path, error)
         return [GetResult.ERROR] * len(run.members)
 
-    def touch(self, file: int | str, status: os.stat_result) -> None:
+    def _touch(self, file: int | str, status: os.stat_result) -> None:
         """Renew the recency of a file of pages."""
         if time.time() - status.st_mtime > TOUCH_INTERVAL:
             try:
@@ -405,24 +389,25 @@ class Packs:
                 # Others have renamed or removed it.
                 return
             except OSError as error:
-                self._note_error(error)
+                self._count_error(error)
 
-    def demote(self, keys: Sequence[bytes]) -> int:
-        """Make the files of these pages, of one identity, the ones that were used first; how many pages that are. A
-        pack goes whole: only one without other pages."""
-        named, demoted = {short_hash_of(key[IDENTITY_LENGTH:]) for key in keys}, 0
-        packs = {found.path for found in self.find(keys, 0) if found is not None}
-        for path in [*packs, *map(self._directory.page_path, keys)]:
-            found = PackFile.parse(os.path.basename(path))
-            if found is not None and named.issuperset(hashes_in(found)):
-                with suppress(*ABSENT):
-                    os.utime(path, (0, 0), follow_symlinks=False)
-                    demoted += len(found.living)
+    def _demote(self, hashes: Sequence[bytes]) -> int:
+        """A pack goes whole: only one without other pages."""
+        named, demoted = set(map(short_hash_of, hashes)), 0
+        for identity in self._directory.known_identities():
+            keys = [identity + page_hash for page_hash in hashes]
+            packs = {found.path for found in self._find(keys, 0) if found is not None}
+            for path in [*packs, *map(self._directory.page_path, keys)]:
+                found = PackFile.parse(os.path.basename(path))
+                if found is not None and named.issuperset(hashes_in(found)):
+                    with suppress(*ABSENT):
+                        os.utime(path, (0, 0), follow_symlinks=False)
+                        demoted += len(found.living)
         return demoted
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def portions(self, batch: PageBatch, positions: Sequence[int], capacity: int | None) -> list[list[int]]:
+    def _files_of(self, batch: PageBatch, positions: Sequence[int]) -> list[list[int]]:
         """Which pages share a file."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for position in positions:
@@ -430,14 +415,15 @@ class Packs:
         found: list[list[int]] = []
         for (_, payload), pages in alike.items():
             page_bytes = HEADER_LENGTH + payload
-            share = self._most_pages if capacity is None else max(1, capacity // _SHARE // page_bytes)
-            most = min(self._most_pages, share)
+            most = self._most_pages
+            if self._capacity is not None:
+                most = min(most, max(1, self._capacity // _SHARE // page_bytes))
             if payload == 0 or page_bytes >= SMALL:
                 most = 1
             found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
         return found
 
-    def write(self, batch: PageBatch, positions: Sequence[int]) -> tuple[SetResult | OSError, int]:
+    def _write_file(self, batch: PageBatch, positions: Sequence[int]) -> tuple[SetResult | OSError, int]:
         """Write these pages, which are of one identity and one size, into one file: STORED, EXISTS for a page alone
         that another writer stored first, or why it was not written; and the bytes of disk that took, with directories
         and also when it failed. Nothing is left behind then.
@@ -456,7 +442,7 @@ class Packs:
         length = PackFile(pack).length
         added = 0
         for attempt in range(1, _ATTEMPTS + 1):
-            bucket = pack.id[:2] if is_alone(pack) else self.catalogue.bucket_for_writing(identity)
+            bucket = pack.id[:2] if is_alone(pack) else self._catalogue.bucket_for_writing(identity)
             path = f"{self._directory.identity_path(identity)}/{bucket}/{file_name(pack, 0)}"
             try:
                 for made in self._directory.create_parent(path):
@@ -472,12 +458,11 @@ class Packs:
                 if attempt == _ATTEMPTS or is_alone(pack) or error.errno not in (errno.EACCES, errno.EPERM):
                     return error, added
                 # Made by another account, perhaps.
-                self.catalogue.refuse(identity, bucket)
+                self._catalogue.refuse(identity, bucket)
             else:
-                if is_alone(pack):
-                    self._unhealed.discard((keys[0], pack.id))
-                else:
-                    self.catalogue.add(identity, pack, bucket)
+                self._unreadable.difference_update(keys)
+                if not is_alone(pack):
+                    self._catalogue.add(identity, pack, bucket)
                 return SetResult.STORED, added + occupied(length)
         raise AssertionError("unreachable")
 
@@ -486,7 +471,7 @@ class Packs:
         fd, temp_path = self._directory.open_unpublished()
         published = False
         try:
-            if vectored.write_from(fd, buffers, 0, self._write_flags) != length:
+            if vectored.write_from(fd, buffers, 0, flags_of(self._plan.write)) != length:
                 raise OSError(errno.ENOSPC, "short write", path)
             self._directory.publish(temp_path, path, is_new_name=is_new_name)
             published = True
@@ -501,12 +486,18 @@ class Packs:
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    def remove(self, key: bytes, page_seal: bytes | None = None) -> bool:
+    def _remove(self, keys: Sequence[bytes]) -> int:
+        return sum(map(self._remove_page, keys))
+
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        return sum(map(self._remove_page, copies.keys(), copies.values()))
+
+    def _remove_page(self, key: bytes, page_seal: bytes | None = None) -> bool:
         """Take a page away, out of every pack that it is in and alone; with ``page_seal`` only the copies that have
         this ``envelope.page_seal``. Whether there was one. Never raises OSError."""
         identity, removed = key[:IDENTITY_LENGTH], False
-        for place in [*self.catalogue.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
-            header, seen = header_at(self.catalogue.path(identity, place.pack)[0], place.offset)
+        for place in [*self._catalogue.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
+            header, seen = header_at(self._catalogue.path(identity, place.pack)[0], place.offset)
             if page_seal is None:
                 # The name of a page alone is to be free, whatever has it.
                 is_wanted, seen = header is None or not _is_another_page(header, key), None
@@ -515,35 +506,26 @@ class Packs:
             try:
                 removed = (is_wanted and self._take_away(identity, place, seen)) or removed
             except OSError as error:
-                self._note_error(error)
+                self._count_error(error)
         return removed
 
-    def make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
-        """Of pages that are about to be written, key and bytes, take those out of packs that are there and are not
-        they: a reader looks into packs first. Never raises OSError."""
+    def _make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
+        """Take pages that are about to be written, key and bytes, out of the packs that they cannot be read from:
+        readers look into packs first. Never raises OSError."""
         keys = list(sizes)
-        for _, positions in _by_identity(keys):
+        for identity, positions in _by_identity(keys):
             wanted = [keys[position] for position in positions]
-            for _ in range(_ATTEMPTS):
-                in_the_way = False
-                for key, place in zip(wanted, self.catalogue.find(wanted, again=False), strict=True):
-                    if place is not None and (found := self._in_the_way(key, place, sizes[key], oldest_valid_ms)):
-                        in_the_way, pack = True, PackFile(place.pack, found.dead)
-                        if is_expired(milliseconds_of(place.pack.id), oldest_valid_ms):
-                            self._remove_expired(key[:IDENTITY_LENGTH], pack, found.path, found.status)
-                        else:
-                            self._heal(key, place, "unreadable")
-                if not in_the_way:
-                    break
-
-    def _in_the_way(self, key: bytes, place: Place, size: int, oldest_valid_ms: int) -> FoundPack | None:
-        """The pack of a page that is there and is not one of ``size`` bytes to be read. Another writer may just have
-        stored it: that one stays."""
-        found = self._status(key[:IDENTITY_LENGTH], place.pack, oldest_valid_ms)
-        if found is None or found.dead & place.mask:
-            return None
-        is_good = found.page_bytes == size and place.position < found.pages
-        return None if is_good and (key, place.pack.id) not in self._unhealed else found
+            for key, place in zip(wanted, self._catalogue.find(wanted, again=False), strict=True):
+                for each in self._catalogue.find_all(key) if place is not None else ():
+                    found = self._status(identity, each.pack, oldest_valid_ms)
+                    # Another writer may just have stored it: that one stays.
+                    if found is None or (found.page_bytes == sizes[key] and self._is_readable(key, each, found)):
+                        continue
+                    try:
+                        self._take_away(identity, each)
+                    except OSError as error:
+                        self._count_error(error)
+                        self._catalogue.forget_page(identity, each)
 
     def _heal(self, key: bytes, place: Place, reason: str, seen: os.stat_result | None = None) -> bool:
         """Take a page away that is not the page its name says; False when it stays.
@@ -551,23 +533,24 @@ class Packs:
         ``seen``: the status of the file of a page alone; one that has replaced it since is left alone.
         """
         identity, pack = key[:IDENTITY_LENGTH], place.pack
-        self._metrics.add("corrupt", reason)
-        what = f"page {place.position} of {self.catalogue.path(identity, pack)[0]}"
-        self._unhealed.discard((key, pack.id))
+        self.metrics.add("corrupt", reason)
+        what = f"page {place.position} of {self._catalogue.path(identity, pack)[0]}"
         is_gone = True
         try:
             self._take_away(identity, place, seen)
         except OSError as error:
-            self._note_error(error)
-            logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self._tier, what, reason, error)
-            # In a pack it is absent to this process: the page is written into another one.
-            self.catalogue.forget_page(identity, place)
+            self._count_error(error)
+            logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self.name, what, reason, error)
             if is_alone(pack):
-                self._remember_unhealed(key, pack)
+                self._remember_unreadable(key)
                 is_gone = False
+            else:
+                # Absent to this process: the page is written into another one.
+                self._catalogue.forget_page(identity, place)
         else:
+            self._unreadable.discard(key)
             self._bad_log.log(
-                logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self._tier, what, reason
+                logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self.name, what, reason
             )
         if not is_alone(pack):
             self._look_over((identity, pack))
@@ -577,22 +560,22 @@ class Packs:
         """Whether the page was there until now. ``seen``: as for ``_heal``. Raises OSError."""
         pack = place.pack
         for _ in range(_ATTEMPTS):
-            path, dead = self.catalogue.path(identity, pack)
+            path, dead = self._catalogue.path(identity, pack)
             if dead & place.mask:
                 return False
             left = dead | place.mask
             try:
                 if left == pack.all_dead:
                     self._unlink(PackFile(pack), path, seen if is_alone(pack) else None)
-                    self.catalogue.forget(identity, pack)
+                    self._catalogue.forget(identity, pack)
                 else:
                     # A count that lists the bucket now may miss the pack, or meet it twice.
                     with self._usage.detaching():
                         os.rename(path, f"{path.rpartition('/')[0]}/{file_name(pack, left)}")
-                    self.catalogue.kill(identity, pack, left)
+                    self._catalogue.kill(identity, pack, left)
             except ABSENT:
                 # Others renamed or removed it.
-                if not self.catalogue.look_for(identity, pack):
+                if not self._catalogue.look_for(identity, pack):
                     return False
             else:
                 return True
@@ -606,54 +589,45 @@ class Packs:
             removal.freed = occupied(min(size, found.length or size))
             removal.uncertain = found.length not in (0, size)
 
-    def _remove_expired(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> int | None:
-        """Delete a file that is older than the ttl; the pages that were in it, 0 where it is gone or replaced, None
-        where it cannot be removed."""
-        if not stat.S_ISREG(status.st_mode):
-            return 0
+    def _remove_expired_file(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> bool:
+        """Delete a file that is older than the ttl; False where it cannot be removed."""
         try:
             self._unlink(found, path, status if is_alone(found.pack) else None)
         except ABSENT:
-            return 0
+            return True
         except OSError as error:
-            self._note_error(error)
-            # Its pages are written into another one.
-            self.catalogue.forget(identity, found.pack)
-            return None
-        self.catalogue.forget(identity, found.pack)
-        self._metrics.add("evicted", "ttl", len(found.living))
-        return len(found.living)
+            self._count_error(error)
+            return False
+        self._catalogue.forget(identity, found.pack)
+        self.metrics.add("evicted", "ttl", len(found.living))
+        return True
 
-    def remove_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
+    def _remove_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
         """Delete the files written before, until ``loop`` is stopped; how many pages that were."""
         removed = 0
         for place in self._directory.file_directories():
             home, _, name = place.rpartition("/")
             identity, before = bytes.fromhex(home.rpartition("/")[2]), removed
-            for path, found in list(self._directory.packs_in(place)):
+            for entry, found in list(page_files(place)):
                 if loop.stopping:
                     return removed
                 with suppress(OSError):
-                    if is_alone(found.pack):
-                        is_old = is_old_alone(path, os.lstat(path), oldest_valid_ms)
-                    else:
-                        is_old = is_expired(milliseconds_of(found.pack.id), oldest_valid_ms)
-                    if is_old:
-                        removed += self._remove_expired(identity, found, path, os.lstat(path)) or 0
+                    status = os.lstat(entry.path)
+                    if is_old(entry.path, found, status, oldest_valid_ms):
+                        removed += len(found.living) * self._remove_expired_file(identity, found, entry.path, status)
             if removed > before and BUCKET_NAME.fullmatch(name):
                 with self._usage.removing() as removal:
-                    removal.freed = self._directory.remove_buckets_if_empty([place])
+                    removal.freed = self._directory.remove_if_empty([place])
         return removed
 
-    def _remember_unhealed(self, key: bytes, pack: Pack) -> None:
-        if len(self._unhealed) >= _UNHEALED_LIMIT:
-            self._unhealed.clear()
-        self._unhealed.add((key, pack.id))
+    def _remember_unreadable(self, key: bytes) -> None:
+        if len(self._unreadable) >= _MOST_UNREADABLE:
+            self._unreadable.clear()
+        self._unreadable.add(key)
 
 
-def _run_alone(batch: PageBatch, position: int) -> Run:
-    pack = alone(batch.keys[position][IDENTITY_LENGTH:], HEADER_LENGTH + batch.sizes[position])
-    return Run(pack, 0, [position])
+def _place_alone(batch: PageBatch, position: int) -> Place:
+    return Place(alone(batch.keys[position][IDENTITY_LENGTH:], HEADER_LENGTH + batch.sizes[position]), 0)
 
 
 def _by_identity(keys: Sequence[bytes]) -> Iterable[tuple[bytes, list[int]]]:

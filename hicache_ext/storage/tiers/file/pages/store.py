@@ -19,28 +19,27 @@ import random
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack, suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.page.pack import Pack
+from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.runtime.members import ID_LIMIT
 from hicache_ext.storage.contract import tenants
-from hicache_ext.storage.contract.base import error_reason, leading_in_portions
+from hicache_ext.storage.contract.base import error_reason
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
-from hicache_ext.storage.tiers.file.devices import flags_of
+from hicache_ext.storage.contract.store import PageBatch, SetResult
 from hicache_ext.storage.tiers.file.pages.catalogue import Contents, blocks_in, read_contents
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
-from hicache_ext.storage.tiers.file.pages.packs import HEADER_LENGTH, Packs
+from hicache_ext.storage.tiers.file.pages.packs import PageFiles
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
     PackFile,
@@ -49,11 +48,12 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     hashes_in,
     is_alone,
     occupied,
+    page_files,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import PinnedPages
-from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal, Usage
+from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,6 @@ _FAN_OUTS_COUNTED = 64
 _COUNT_INTERVAL = 60.0
 """Seconds between two such counts."""
 
-_LEADING_AT_ONCE = 1024
-
 _SAMPLE = 4096
 """Files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
 _PARTS = 4
@@ -84,8 +82,6 @@ _PASSES = 64
 """Over a directory: a hundred millionth of its pages would be left."""
 _QUICK = 0.25
 """Seconds that an eviction takes beyond what it must free."""
-_TELL_INTERVAL = 0.1
-"""Seconds between two reports of what was freed."""
 
 _UPKEEP_BYTE = ID_LIMIT
 """Of the file of members, which nobody has as its id: one process at a time does it."""
@@ -101,7 +97,11 @@ _SHORTEST_SWEEP_INTERVAL = 0.5
 _LONGEST_SWEEP_INTERVAL = 600.0
 
 
-class PageFileStore(PathStore):
+_Candidate = tuple[float, str, int, PackFile]
+"""A file that can be evicted: its last use, its path, its bytes of disk, and what its name says."""
+
+
+class PageFileStore(PageFiles):
     """PageStore over one directory."""
 
     layout = "pages"
@@ -115,21 +115,13 @@ class PageFileStore(PathStore):
         self._usage.note_no_space(since)
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
-        # Headers of 128 bytes exclude O_DIRECT.
-        flags = flags_of(self._plan.read), flags_of(self._plan.write)
         if tenants.in_force() is not None:
             logger.warning("tier %s: %s is of page files, where tenants share nothing out", self.name, path)
-        self._directory = directory = PageDirectory(path, self.name)
-        self._resources.callback(directory.close)
-        self._usage = Usage(path / "usage", directory.members, directory.members_path, directory.is_gone)
-        self._resources.callback(self._usage.close)
+        super()._open(path, evicted_age)
         self._times_full = int(bool(self.no_space_since))
         """Since the file system had space."""
-        common = self.name, directory, self._usage, self.metrics, self._count_error, flags
-        self._packs = Packs(*common, self._look_over)
-        self._resources.callback(self._packs.close)
         self._begin_upkeep()
-        self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), directory.occupied_by)
+        self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evicted_age = evicted_age
         self._undeletable: set[str] = set()
         self._contents: dict[bytes, Contents] = {}
@@ -142,15 +134,11 @@ class PageFileStore(PathStore):
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         super()._register(digest, document)
-        self._packs.catalogue.prepare(digest)
+        self._catalogue.prepare(digest)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         self._contents[digest] = read_contents(self._directory, digest, self._contents.get(digest, {}))
         return blocks_in(self._contents[digest])
-
-    def _demote(self, hashes: Sequence[bytes]) -> int:
-        identities = self._directory.known_identities()
-        return sum(self._packs.demote([digest + page_hash for page_hash in hashes]) for digest in identities)
 
     def resize(self, capacity: int | None) -> None:
         """Pages beyond the capacity are evicted by the next write."""
@@ -180,45 +168,21 @@ class PageFileStore(PathStore):
                 free = max(0, capacity - used)
             return Fullness(capacity, used, free, self._pages, self.no_space_since)
 
-    # -- reading ---------------------------------------------------------------------------------------------------
-
-    def _read(self, batch: PageBatch) -> list[GetResult]:
-        oldest = oldest_valid_ms(self._ttl)
-        runs = self._packs.runs(batch)
-        results = [GetResult.MISS] * len(batch)
-        read = self._workers.run(len(runs), lambda number: self._packs.read(runs[number], batch, oldest))
-        for run, found in zip(runs, read, strict=True):
-            for position, result in zip(run.members, found, strict=True):
-                results[position] = result
-        return results
-
-    def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
-        keys = self._packs.keys_in(*place)
-        yield keys, [place[1].page_bytes - HEADER_LENGTH] * len(keys)
-
-    # -- presence --------------------------------------------------------------------------------------------------
-
-    def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._packs.has(keys, oldest_valid_ms(self._ttl))
-
-    def _lead(self, keys: Sequence[bytes]) -> int:
-        return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
-
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write_absent(self, batch: PageBatch) -> list[SetResult]:
         sizes, oldest = [HEADER_LENGTH + size for size in batch.sizes], oldest_valid_ms(self._ttl)
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}
-        in_packs = self._packs.find(batch.keys, oldest)
+        in_packs = self._find(batch.keys, oldest)
         for pack in {found.path: found for found in in_packs if found is not None}.values():
-            self._packs.touch(pack.path, pack.status)
+            self._touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
             # A page of another size is none: a newer one counts before it.
             if found is not None and found.page_bytes == size:
                 results[position] = SetResult.EXISTS
                 continue
-            match self._packs.find_alone(key, size, oldest):
+            match self._find_alone(key, size, oldest):
                 case None:
                     # A page that the batch has twice is written once.
                     missing.setdefault(key, position)
@@ -229,8 +193,7 @@ class PageFileStore(PathStore):
         if time.monotonic() < self._no_writes_until:
             self.metrics.add("rejected", "no_space", len(missing))
             return results
-        absent = {key: sizes[position] for key, position in missing.items()}
-        self._packs.make_way(absent, oldest)
+        self._make_way({key: sizes[position] for key, position in missing.items()}, oldest)
         self._set_missing(batch, sizes, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):
@@ -262,7 +225,7 @@ class PageFileStore(PathStore):
         self, batch: PageBatch, sizes: list[int], portion: list[int], results: list[SetResult], *, again: bool = False
     ) -> list[int]:
         """Write some pages; those for which the file system had no space. ``again``: they found none a moment ago."""
-        files = self._packs.portions(batch, portion, self._capacity)
+        files = self._files_of(batch, portion)
         lengths = [file_length(len(members), sizes[members[0]]) for members in files]
         reserved = sum(map(_room, lengths))
         kept_small = self._is_kept_small()
@@ -287,7 +250,7 @@ class PageFileStore(PathStore):
             return portion if is_lacking else []
         stored = 0
         try:
-            written = self._workers.run(len(files), lambda number: self._packs.write(batch, files[number]))
+            written = self._workers.run(len(files), lambda number: self._write_file(batch, files[number]))
             for members, (result, added) in zip(files, written, strict=True):
                 stored += added
                 of_file = self._failed_write(result) if isinstance(result, OSError) else result
@@ -338,12 +301,6 @@ class PageFileStore(PathStore):
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
-    def _remove(self, keys: Sequence[bytes]) -> int:
-        return sum(map(self._packs.remove, keys))
-
-    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        return sum(map(self._packs.remove, copies.keys(), copies.values()))
-
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
         wanted = self._directory.known_identities() if digests is None else digests
@@ -364,14 +321,13 @@ class PageFileStore(PathStore):
         with ExitStack() as operation:
             # Under way before the tree moves: killed from here on, the account is known to be off.
             removal = operation.enter_context(self._usage.detaching())
-            tree = None
-            try:
-                tree = self._directory.detach_identity(digest)
-                return tree is not None and self._directory.has_pages(tree)
-            finally:
-                self._packs.catalogue.forget_identity(digest)
-                if tree is not None:
-                    self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
+            tree = self._directory.detach_identity(digest)
+            self._catalogue.forget_identity(digest)
+            if tree is None:
+                return False
+            had_pages = self._directory.has_pages(tree)
+            self._clearing.clear([digest], partial(self._delete, tree, removal, operation.pop_all()))
+            return had_pages
 
     def _delete(self, tree: Path, removal: Removal, operation: ExitStack, _: Cleared) -> None:
         try:
@@ -386,35 +342,29 @@ class PageFileStore(PathStore):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def _evict(self, need: int, share: int, least_files: int = 0) -> Iterator[int]:
+    def _evict(self, need: int, share: int, least_files: int = 0) -> int:
         """Remove pages until ``need`` bytes and ``least_files`` files are freed, if possible, and up to ``share`` bytes
         as long as that is quick: the walk is then paid for by many batches, and others wait for their turn meanwhile.
 
-        Yields the bytes freed, every so often. Never raises OSError. The order is exact in a small directory. In a
-        large one it is that of random samples of fan-out directories, which hashes fill evenly. For one thread of one
-        process at a time.
+        Return the bytes freed. Never raises OSError. The order is exact in a small directory. In a large one it is that
+        of random samples of fan-out directories, which hashes fill evenly. For one thread of one process at a time.
         """
-        freed = told = files = 0
-        begun = told_at = time.monotonic()
+        freed = files = 0
+        quick_until = time.monotonic() + _QUICK
         buckets: set[str] = set()
         try:
-            for used, path, size in self._oldest():
-                now = time.monotonic()
-                if freed >= need and files >= least_files and (freed >= share or now - begun > _QUICK):
+            for used, path, size, found in self._oldest():
+                if freed >= need and files >= least_files and (freed >= share or time.monotonic() > quick_until):
                     break
-                if now - told_at > _TELL_INTERVAL:
-                    yield freed - told
-                    told, told_at = freed, now
                 if self._evicted(path):
                     freed += size
                     files += 1
-                    found = PackFile.parse(os.path.basename(path))
-                    if found is None or not is_alone(found.pack):
+                    if not is_alone(found.pack):
                         buckets.add(os.path.dirname(path))
                     if used:  # A page that was demoted (packs.py) was used nobody knows when.
                         self._evicted_age.note(max(0.0, time.time() - used))
-                    self.metrics.add("evicted", "capacity", 1 if found is None else len(found.living))
-            freed += self._directory.remove_buckets_if_empty(buckets)
+                    self.metrics.add("evicted", "capacity", len(found.living))
+            freed += self._directory.remove_if_empty(buckets)
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
                 freed += self._directory.remove_empty_directories()
@@ -423,38 +373,39 @@ class PageFileStore(PathStore):
         except OSError as error:
             self.metrics.add("error", error_reason(error))
         self.metrics.add("bytes", "evicted", freed)
-        yield freed - told
+        return freed
 
-    def _oldest(self) -> Iterator[tuple[float, str, int]]:
-        """(last use, path, bytes of disk) of the pages to remove, in this order, until there are none."""
-        spared = self.pins.spared()
-        short = {short_hash_of(page_hash) for page_hash in spared}
+    def _oldest(self) -> Iterator[_Candidate]:
+        """The files to remove, in this order, until there are none."""
+        spared = set(map(short_hash_of, self.pins.spared()))
         for _ in range(_PASSES):
             directories = self._directory.file_directories()
             random.shuffle(directories)
             remaining = iter(directories)
             is_all = True
-            while sample := self._sample(remaining, spared, short):
+            while sample := self._sample(remaining, spared):
                 is_all = is_all and len(sample) < _SAMPLE
-                sample.sort()
+                sample.sort(key=itemgetter(0))
                 # Of a part of the directory the older pages only: those just written would go, too.
                 yield from sample if is_all else sample[: -(-len(sample) // _PARTS)]
             if is_all:
                 return
 
-    def _sample(
-        self, directories: Iterator[str], spared: Set[bytes], short: Set[bytes]
-    ) -> list[tuple[float, str, int]]:
-        """At least ``_SAMPLE`` files of the next directories, if there are that many."""
-        sample: list[tuple[float, str, int]] = []
+    def _sample(self, directories: Iterator[str], spared: Set[bytes]) -> list[_Candidate]:
+        """At least ``_SAMPLE`` files of the next directories, if there are that many, without those that hold a page
+        whose short hash is ``spared``."""
+        sample: list[_Candidate] = []
         for directory in directories:
-            for path, status in self._directory.files_in(directory):
-                if (
-                    stat.S_ISREG(status.st_mode)
-                    and path not in self._undeletable
-                    and not (spared and _is_spared(path, spared, short))
-                ):
-                    sample.append((_last_use(path, status), path, counted_for(path, status)))
+            for entry, found in page_files(directory):
+                if entry.path in self._undeletable or (spared and not spared.isdisjoint(hashes_in(found))):
+                    continue
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        size = counted_for(found, status)
+                        # A pack that is larger than it says goes first: what it takes is in no account.
+                        used = status.st_mtime if occupied(status.st_size) == size else 0.0
+                        sample.append((used, entry.path, size, found))
             if len(sample) >= _SAMPLE:
                 break
         return sample
@@ -511,7 +462,7 @@ class PageFileStore(PathStore):
 
     def _sweep(self) -> None:
         self._sweep_at = time.monotonic() + self._sweep_interval
-        if removed := self._packs.remove_expired(self._upkeep, oldest_valid_ms(self._ttl)):
+        if removed := self._remove_expired(self._upkeep, oldest_valid_ms(self._ttl)):
             logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._directory.path)
 
     def _put_right(self) -> None:
@@ -551,17 +502,3 @@ def _room(size: int) -> int:
 
 def _pin_limit(capacity: int | None) -> int | None:
     return None if capacity is None else capacity // 2
-
-
-def _last_use(path: str, status: os.stat_result) -> float:
-    """Never, of a pack that is larger than it says: what it takes is in no account."""
-    return status.st_mtime if occupied(status.st_size) == counted_for(path, status) else 0.0
-
-
-def _is_spared(path: str, spared: Set[bytes], short: Set[bytes]) -> bool:
-    found = PackFile.parse(os.path.basename(path))
-    if found is None:
-        return False
-    if is_alone(found.pack):
-        return bytes.fromhex(found.pack.id) in spared
-    return not short.isdisjoint(hashes_in(found))

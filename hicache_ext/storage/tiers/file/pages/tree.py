@@ -23,11 +23,9 @@ import random
 import re
 import stat
 import time
-from base64 import urlsafe_b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +59,9 @@ _FAN_OUTS = 256
 """Directories that the pages alone of one identity are spread over."""
 _END = ".pack"
 _END_ALONE = ".page"
-_NAME = re.compile(r"(.+?)(?:\.([0-9a-f]{1,6}))?\.pack")
+_MASK = re.compile(r"[1-9a-f][0-9a-f]{0,5}", re.ASCII)
 _NAME_WITHOUT_HASHES = len("01234567890-0123456789-24x4194303-.ffffff.pack")
 _COUNT_PARTS = 16
-_LETTERS = HASH_BYTES * 4 // 3
-"""Of a name, for a page."""
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
 """Errors of open() where a link or a socket has the name."""
 _HASH_AT = 32
@@ -105,13 +101,14 @@ class PackFile:
         """None for any other name."""
         if name.endswith(_END_ALONE):
             return cls(alone(bytes.fromhex(name[: -len(_END_ALONE)]))) if PAGE_NAME.fullmatch(name) else None
-        found = _NAME.fullmatch(name)
-        pack = None if found is None else parse_pack(found[1] + _END)
-        if found is None or pack is None or pack.count > MOST_PAGES:
+        stem, _, mask = name.removesuffix(_END).partition(".")
+        pack = parse_pack(stem + _END)
+        if pack is None or pack.count > MOST_PAGES or not name.endswith(_END):
             return None
-        dead = int(found[2] or "0", 16)
-        # A page has one name only.
-        return cls(pack, dead) if dead < pack.all_dead and file_name(pack, dead) == name else None
+        if name == pack.name:
+            return cls(pack)
+        dead = int(mask, 16) if _MASK.fullmatch(mask) else 0
+        return cls(pack, dead) if 0 < dead < pack.all_dead else None
 
     @property
     def living(self) -> list[int]:
@@ -121,9 +118,7 @@ class PackFile:
     @property
     def length(self) -> int:
         """Bytes; 0 where only the file tells."""
-        if is_alone(self.pack):
-            return self.pack.page_bytes
-        return packs.pack_length(self.pack.count, self.pack.page_bytes)
+        return file_length(self.pack.count, self.pack.page_bytes)
 
 
 def alone(page_hash: bytes, page_bytes: int = 0) -> Pack:
@@ -146,7 +141,7 @@ def most_pages(directory: str | Path) -> int:
         longest = os.pathconf(directory, "PC_NAME_MAX")
     except OSError:
         return MOST_PAGES
-    return max(1, min(MOST_PAGES, (longest - _NAME_WITHOUT_HASHES) // _LETTERS))
+    return max(1, min(MOST_PAGES, (longest - _NAME_WITHOUT_HASHES) // (HASH_BYTES * 4 // 3)))
 
 
 def file_name(pack: Pack, dead: int) -> str:
@@ -174,9 +169,11 @@ def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntr
         return
 
 
-def page_files(directory: str) -> Iterator[os.DirEntry[str]]:
-    """What has the name of a file of pages in a fan-out directory or a bucket."""
-    return entries(directory, name_in(directory))
+def page_files(directory: str) -> Iterator[tuple[os.DirEntry[str], PackFile]]:
+    """The files of pages in a fan-out directory or a bucket, and what their names say."""
+    for entry in entries(directory, name_in(directory)):
+        if (found := PackFile.parse(entry.name)) is not None:
+            yield entry, found
 
 
 def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
@@ -211,32 +208,12 @@ class PageTree(Inspector):
         """Digests that have pages here."""
         return [bytes.fromhex(entry.name) for entry in directories(self.pages_path, IDENTITY_NAME)]
 
-    def buckets(self, identity: bytes) -> list[str]:
-        """Names of the buckets of an identity, the newest first."""
-        found = directories(self.identity_path(identity), BUCKET_NAME)
-        return sorted([entry.name for entry in found], reverse=True)
-
     def file_directories(self, name: re.Pattern[str] = FILES_NAME) -> list[str]:
         """Paths of the directories of this name that may hold files of pages, of all identities."""
         found: list[str] = []
         for identity in directories(self.pages_path, IDENTITY_NAME):
             found += [entry.path for entry in directories(identity.path, name)]
         return found
-
-    def packs_in(self, directory: str) -> Iterator[tuple[str, PackFile]]:
-        """(path, pack) of the files of pages in one directory, by their names."""
-        for entry in page_files(directory):
-            if (found := PackFile.parse(entry.name)) is not None:
-                yield entry.path, found
-
-    def files_in(self, directory: str) -> Iterator[tuple[str, os.stat_result]]:
-        """(path, status) of the files of pages in one directory; files that vanish meanwhile are left out."""
-        for entry in page_files(directory):
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
-            yield entry.path, status
 
     # -- for tools -------------------------------------------------------------------------------------------------
 
@@ -247,7 +224,7 @@ class PageTree(Inspector):
     def pages(self) -> Iterator[StoredPage]:
         for directory in sorted(self.file_directories()):
             identity = bytes.fromhex(Path(directory).parent.name)
-            for file, found in sorted(self.packs_in(directory), key=itemgetter(0)):
+            for file, found in sorted((entry.path, found) for entry, found in page_files(directory)):
                 yield from self._pages_of(file, identity, found)
 
     def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
@@ -269,9 +246,9 @@ class PageTree(Inspector):
             return _read_at(path, pack, position)
         except ABSENT:
             # Renamed, perhaps, because another page of it was taken away.
-            for other, found in self.packs_in(os.path.dirname(path)):
+            for entry, found in page_files(os.path.dirname(path)):
                 if found.pack.id == pack.id and not found.dead >> position & 1:
-                    return _read_at(other, pack, position)
+                    return _read_at(entry.path, pack, position)
         return None
 
     def left_overs(self) -> int:
@@ -286,8 +263,7 @@ class PageTree(Inspector):
         for kind in (FANOUT_NAME, BUCKET_NAME):
             everything = self.file_directories(kind)
             looked_at = everything if len(everything) <= most else random.sample(everything, most)
-            found = sum(pages_by_name(entry.name) for place in looked_at for entry in page_files(place))
-            count += found * len(everything) // max(1, len(looked_at))
+            count += sum(map(_count_in, looked_at)) * len(everything) // max(1, len(looked_at))
         return count
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
@@ -295,20 +271,17 @@ class PageTree(Inspector):
         the first of its pages, and one byte for each other one: it is there."""
         taken = [0] * len(hashes)
         identities = self.known_identities() if hashes else []
-        positions: dict[str, int] = {}
+        positions: dict[bytes, int] = {}
         for position, page_hash in enumerate(hashes):
-            positions.setdefault(urlsafe_b64encode(short_hash_of(page_hash)).decode(), position)
+            positions.setdefault(short_hash_of(page_hash), position)
             for identity in identities:
                 try:
                     taken[position] += occupied(os.lstat(self.page_path(identity + page_hash)).st_size)
                 except ABSENT:
                     continue
         for bucket in self.file_directories(BUCKET_NAME) if hashes else ():
-            for entry in page_files(bucket):
-                letters = _letters_by_name(entry.name)
-                if positions.keys().isdisjoint(letters) or (found := PackFile.parse(entry.name)) is None:
-                    continue
-                wanted = sorted(positions[letters[n]] for n in found.living if letters[n] in positions)
+            for _, found in page_files(bucket):
+                wanted = sorted(positions[part] for part in hashes_in(found) if part in positions)
                 for number, position in enumerate(wanted):
                     taken[position] += 1 if number else occupied(found.length)
         return taken
@@ -328,19 +301,18 @@ class PageTree(Inspector):
                 found += BLOCK * (number == 0)
                 fan_out = f"{identity.path}/{number:02x}"
                 if os.path.isdir(fan_out) and not os.path.islink(fan_out):
-                    found += BLOCK + sum(counted_for(path, status) for path, status in self.files_in(fan_out))
+                    found += BLOCK + _counted_in(fan_out)
                 if number % parts_apart:
                     continue
                 for bucket in directories(identity.path, BUCKET_NAME):
-                    found += BLOCK * (number == 0)
-                    found += _occupied_by_packs(bucket.path, f"{number // parts_apart:x}")
+                    found += BLOCK * (number == 0) + _counted_in(bucket.path, f"{number // parts_apart:x}")
             yield (number + 1) / _FAN_OUTS, found
 
     def has_pages(self, tree: Path) -> bool:
         """Whether the directory of an identity, wherever it is, holds a page, or cannot be read. Ends at the first
         page."""
         try:
-            found = (entry for place in directories(tree, FILES_NAME) for entry in page_files(place.path))
+            found = (entry for place in directories(tree, FILES_NAME) for entry, _ in page_files(place.path))
             return any(not entry.is_dir(follow_symlinks=False) for entry in found)
         except OSError:
             return True
@@ -409,10 +381,12 @@ def is_expired(created_ms: int, oldest_valid_ms: int) -> bool:
     return oldest_valid_ms > 0 and not 0 <= created_ms - oldest_valid_ms <= 2 * (time.time() * 1000 - oldest_valid_ms)
 
 
-def is_old_alone(path: str, status: os.stat_result, oldest_valid_ms: int) -> bool:
-    """Whether a page alone is expired. Never raises: False for an unreadable file."""
+def is_old(path: str, found: PackFile, status: os.stat_result, oldest_valid_ms: int) -> bool:
+    """Whether the pages of a file are expired. Never raises: False for an unreadable file."""
     if not oldest_valid_ms or not stat.S_ISREG(status.st_mode):
         return False
+    if not is_alone(found.pack):
+        return is_expired(milliseconds_of(found.pack.id), oldest_valid_ms)
     if status.st_mtime * 1000 < oldest_valid_ms:
         # That of the last use: never before the page was written.
         return True
@@ -430,31 +404,25 @@ def _read(fd: int, length: int, offset: int) -> bytes:
         return b""
 
 
-def _letters_by_name(name: str) -> list[str]:
-    """What the name of a pack says of each page, as it stands there."""
-    letters = name[name.find("-", packs.ID_LENGTH + 1) + 1 :].partition(".")[0]
-    return [letters[at : at + _LETTERS] for at in range(0, len(letters), _LETTERS)]
-
-
-def counted_for(path: str, status: os.stat_result) -> int:
+def counted_for(found: PackFile, status: os.stat_result) -> int:
     """Bytes of disk that the account has of a file of pages: a pack that is larger than its name says was damaged."""
-    size = occupied(status.st_size)
-    if path.endswith(_END_ALONE):
-        return size
-    shape = os.path.basename(path)[packs.ID_LENGTH + 1 :].partition("-")[0]
-    count, _, page_bytes = shape.partition("x")
-    if not (count.isdecimal() and page_bytes.isdecimal()):
-        # A name that says nonsense.
-        return 0
-    return min(size, occupied(packs.pack_length(int(count), int(page_bytes))))
+    return occupied(min(status.st_size, found.length or status.st_size))
 
 
-def pages_by_name(name: str) -> int:
-    """``len(PackFile.living)`` of a name that is valid, in a tenth of the time."""
-    if name.endswith(_END_ALONE):
-        return 1
-    _, *mask, _ = name.split(".")
-    return len(_letters_by_name(name)) - (int(mask[0], 16).bit_count() if mask else 0)
+def _count_in(directory: str) -> int:
+    if name_in(directory) is PAGE_NAME:
+        return sum(1 for _ in entries(directory, PAGE_NAME))
+    return sum(len(found.living) for _, found in page_files(directory))
+
+
+def _counted_in(directory: str, last_digit: str = "") -> int:
+    """What the account has of the files in a directory, or of those whose ids end with a digit."""
+    counted = 0
+    for entry in entries(directory, name_in(directory)):
+        if pack_id_in(entry.name).endswith(last_digit) and (found := PackFile.parse(entry.name)) is not None:
+            with suppress(OSError):
+                counted += counted_for(found, entry.stat(follow_symlinks=False))
+    return counted
 
 
 @contextmanager
@@ -474,15 +442,3 @@ def _read_at(path: str, pack: Pack, position: int) -> bytes:
 
 def _parts(pack: Pack) -> list[bytes]:
     return [pack.hashes[at : at + HASH_BYTES] for at in range(0, len(pack.hashes), HASH_BYTES)]
-
-
-def _occupied_by_packs(bucket: str, digit: str) -> int:
-    """What the account has of the packs whose ids end with a digit."""
-    found = 0
-    for entry in page_files(bucket):
-        if pack_id_in(entry.name)[-1] == digit:
-            try:
-                found += counted_for(entry.path, entry.stat(follow_symlinks=False))
-            except OSError:
-                continue
-    return found
