@@ -48,9 +48,6 @@ FORMER = {
     "test_an_identity_nobody_has_heard_of_is_cleared_by_the_disk_alone_during_a_rebuild": (
         "-> test_an_identity_nobody_has_heard_of_is_cleared_while_a_rebuild_may_find_its_pages"
     ),
-    "test_an_identity_whose_pages_went_with_their_slab_has_none": (
-        "pages of an identity are not counted: it had pages if some were written since it was cleared last"
-    ),
     "test_pages_that_came_too_late_for_their_request_are_nearer_for_the_next": (
         "-> test_pages_that_came_too_late_leave_by_themselves_and_are_nearer_once_their_request_has_computed_them"
     ),

@@ -275,6 +275,13 @@ def test_pages_of_a_slab_that_was_dropped_are_gone_before_its_files_are(index: S
     assert index.clear([A])[1] == 1
 
 
+def test_an_identity_whose_pages_went_with_their_slab_has_none(index: SlabIndex) -> None:
+    slab = add_slab(index)
+    store(index, keys_of(range(20)))
+    index.drop_slab(slab)
+    assert index.clear([A])[1] == 0
+
+
 def test_a_slab_that_is_forgotten_twice_leaves_the_next_one_in_its_rows_alone(index: SlabIndex) -> None:
     """Two threads of one process, of which one has come late."""
     slab = add_slab(index)

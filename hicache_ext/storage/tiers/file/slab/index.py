@@ -348,6 +348,16 @@ class SlabIndex:
         known = self.numbers
         return sorted(digest for digest, number in known.items() if self.memory.identities[number, WRITTEN])
 
+    def _with_pages(self) -> set[int]:
+        """The numbers of identities that have pages. Looks at every row."""
+        found: set[int] = set()
+        for slab in self.view().slabs.values():
+            states = self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE]
+            states = states[states & STATES == index_words.PAGE]
+            current = states[index_words.is_current(self.memory.identities, states)]
+            found.update(np.unique(current >> index_words.NUMBER_SHIFT).tolist())
+        return found
+
     def go_together(self, companions: Mapping[bytes, Sequence[bytes]]) -> None:
         """From now on the last evicted page of these identities under a page hash takes with it the pages of the others
         under that hash."""
@@ -364,7 +374,7 @@ class SlabIndex:
 
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
-        the disk ([EVERY] for all), and how many have had pages since they were cleared last. Without a lock: a write
+        the disk ([EVERY] for all), and how many had pages, for which every row is looked at. Without a lock: a write
         that is under way may count or not. With one, and raises IndexBusyError or OSError, for an identity whose pages
         a rebuild may find yet."""
         now, cleared, had_pages = milliseconds(), [], 0
@@ -372,7 +382,7 @@ class SlabIndex:
             # Before it looks who is known: register() does the same the other way round, and the rebuild has yet to see
             # who else is there.
             self.memory.header[index_words.ALL_CLEARED] = now
-        known = self.numbers
+        known, with_pages = self.numbers, self._with_pages()
         for digest in list(known) if digests is None else digests:
             number = known.get(digest)
             if number is None:
@@ -383,7 +393,7 @@ class SlabIndex:
             cleared.append(digest)
             if number >= 0:
                 identity = self.memory.identities[number]
-                had_pages += int(identity[WRITTEN])
+                had_pages += number in with_pages
                 identity[WRITTEN] = identity[HITS] = identity[LAST] = 0
                 identity[CLEARED] = now
                 identity[GENERATION] += 1
