@@ -6,6 +6,7 @@ One of a release to come that is in none counts whenever it is given. The rule: 
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import logging
@@ -243,15 +244,28 @@ def unknown(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _json(value: Any) -> str:
-    """Equal in every process for equal values: of an object its fields, never its address or its order."""
-    import msgspec
+    """Equal in every process for equal values."""
+    return json.dumps(_plain(value), sort_keys=True)
 
-    def fields(one: Any) -> Any:
-        of_one = repr(one) if isinstance(one, type | complex) else getattr(one, "__dict__", None)
-        return [type(one).__qualname__, of_one]
 
-    plain = msgspec.to_builtins(value, str_keys=True, order="deterministic", enc_hook=fields)
-    return json.dumps(plain, sort_keys=True)
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, without addresses and orders that another process would not have."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: _plain(of_key) for key, of_key in value.items()}
+        return sorted([_json(key), _json(of_key)] for key, of_key in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(_json, value))
+    if isinstance(value, enum.Enum):
+        return [type(value).__qualname__, value.name]
+    if isinstance(value, bytes | complex | type):
+        return repr(value)
+    # Its fields, where it has some; never its address.
+    return [type(value).__qualname__, _plain(vars(value)) if hasattr(value, "__dict__") else None]
 
 
 # -- what SGLang's storage config does not carry -----------------------------------------------------------------------
