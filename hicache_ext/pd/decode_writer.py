@@ -206,14 +206,7 @@ class PoolWriter:
                 for name in self._pools_on[source]:
                     some = range(first, min(first + _PAGES_PER_WRITE, len(keys)))
                     pages = [page for page in some if outcomes[job_of[page]] is Outcome.WRITTEN]
-                    if not pages:
-                        continue
-                    results = self._pool.store_pages(
-                        [keys[page] for page in pages], host_indices[pages].flatten(), name
-                    )
-                    self._metrics.add("write", "calls")
-                    ends = Counter("present" if result is SetResult.EXISTS else result.value for result in results)
-                    self._metrics.add_many("page", ends)
+                    results = self._write_pages(name, [keys[page] for page in pages], host_indices[pages])
                     for page, result in zip(pages, results, strict=True):
                         if not result.durable:
                             ended = Outcome.REFUSED if result is SetResult.REFUSED else Outcome.FAILED
@@ -237,6 +230,20 @@ class PoolWriter:
         if (owners := tenants.in_force()) is not None:
             owners.follow(None, chain.hashes(0, pieces[-1].end_page))
         return Outcome.WRITTEN
+
+    def _write_pages(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[SetResult]:
+        """Write the pages that the pool lacks."""
+        results = [SetResult.EXISTS] * len(keys)
+        absent = [page for page, known in enumerate(self._pool.stored(keys, name)) if not known]
+        self._metrics.add("page", "present", len(keys) - len(absent))
+        if absent:
+            stored = self._pool.store_pages([keys[page] for page in absent], host_indices[absent].flatten(), name)
+            self._metrics.add("write", "calls")
+            ends = Counter("present" if result is SetResult.EXISTS else result.value for result in stored)
+            self._metrics.add_many("page", ends)
+            for page, result in zip(absent, stored, strict=True):
+                results[page] = result
+        return results
 
 
 # -- the writer --------------------------------------------------------------------------------------------------------

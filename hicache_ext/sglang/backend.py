@@ -113,10 +113,7 @@ class HiCacheExtBackend(BackendLifecycle):
         window = max(1, len(transfer.keys) if transfer.keys else 1)
         complete: set[int] = set()
         run = 0
-        of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        with self._patience():
-            per_part = [self._store.contains(of_first.under(digest)) for digest in pool.digests]
-        for pages, known in enumerate(map(all, zip(*per_part, strict=True)), start=1):
+        for pages, known in enumerate(self._every_part(pool, keys, self._store.contains), start=1):
             run = run + 1 if known else 0
             if run >= min(window, pages):
                 complete.add(pages)
@@ -139,6 +136,13 @@ class HiCacheExtBackend(BackendLifecycle):
         if absent := len(keys) * len(pool.digests) - found:
             self._store.count_absent(absent)
         return leading
+
+    def _every_part(self, pool: BoundPool, keys: Sequence[str], ask: Callable[[PageKeys], list[bool]]) -> list[bool]:
+        """Of which pages it is so for all parts."""
+        of_first = PageKeys.of_hashes(pool.digests[0], keys)
+        with self._patience():
+            per_part = [ask(of_first.under(digest)) for digest in pool.digests]
+        return [all(known) for known in zip(*per_part, strict=True)]
 
     # -- v1 and v2: pages of host pools ----------------------------------------------------------------------------
 
@@ -258,6 +262,12 @@ class HiCacheExtBackend(BackendLifecycle):
         return all(self._moved(pool, keys, host_indices, self._write, self._backed_up))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
+
+    @answering(all_false)
+    def stored(self, keys: list[str], name: str = KV) -> list[bool]:
+        """Which pages of a pool need not be written again [pd writer]."""
+        pool = self.served.usable(name)
+        return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
 
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str = KV) -> list[SetResult]:

@@ -317,6 +317,7 @@ SHAPES: dict[str, Callable[[Any, Any], bool]] = {
     "set": is_a(bool),
     "read_whole": is_a(bool),
     "write_whole": is_a(bool),
+    "stored": is_list_for(bool),
     "stored_leading": is_a(int),
     "store_pages": is_list_for(object),
 }

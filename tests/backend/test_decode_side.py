@@ -32,14 +32,14 @@ def indices(*pages: int) -> torch.Tensor:
 
 def test_each_page_says_what_became_of_it(open_backend: Callable[..., Any]) -> None:
     backend = open_backend(mha_pools(page_size=PAGE_SIZE).host)
-    assert backend.batch_exists(KEYS) == 0
+    assert backend.stored(KEYS) == [False] * 3
     assert backend.store_pages(KEYS[:2], indices(0, 1)) == [SetResult.STORED] * 2
     assert backend.store_pages(KEYS, indices(0, 1, 2)) == [SetResult.EXISTS, SetResult.EXISTS, SetResult.STORED]
-    assert backend.batch_exists(KEYS) == 3
+    assert backend.stored(KEYS) == [True] * 3
     assert backend.stored_leading([KEYS[0], "ab" * 32, KEYS[1]]) == 1
     backend.served.suspended = True
     assert backend.store_pages(KEYS[:1], indices(0)) == [SetResult.REJECTED]
-    assert backend.stored_leading(KEYS) == 0
+    assert backend.stored(KEYS) == [False] * 3
 
 
 def test_pages_of_the_decode_writer_are_looked_for_where_it_stores(

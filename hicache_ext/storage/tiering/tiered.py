@@ -468,6 +468,14 @@ class TieredStore:
 
     # -- administration --------------------------------------------------------------------------------------------
 
+    def stored(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys need not be written: every tier that writes go to has them."""
+        with self._entered() as arrangement:
+            absent = [False] * len(keys)
+            written = (*arrangement.sync, *arrangement.later)
+            answers = [self._call(tier, "contains", tier.contains, keys, absent) for tier in written]
+        return [all(known) for known in zip(*answers, strict=True)] if answers else [False] * len(keys)
+
     def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
         """Length of the leading run that another node finds: in the shared tiers that writes go to (if any is)."""
         with self._entered() as arrangement:
