@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from hicache_ext.cli.main import main
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ServerRole, hints_over
 from hicache_ext.errors import ConfigError
-from hicache_ext.storage.tiering.tier_use import tier_use
 
 
 def section(**pd: Any) -> dict[str, Any]:
@@ -90,6 +87,19 @@ def test_hints_go_over_the_pool_unless_another_tier_is_named() -> None:
 @pytest.mark.parametrize(
     ("role", "tiers", "section", "sentence"),
     [
+        ("prefill", {"pool": POOL}, {}, "pd.hints.enabled: a prefill node brings the pages to the tier promote_to"),
+        (
+            "prefill",
+            {"near": NEAR, "pool": POOL},
+            {"promote_to": "off"},
+            "pd.hints.enabled: a prefill node brings the pages to the tier promote_to",
+        ),
+        (
+            "prefill",
+            {"near": NEAR, "pool": POOL},
+            {"store_locations": ["pool"]},
+            "pd.hints.enabled: a prefill node brings the pages to the tier promote_to",
+        ),
         ("decode", {"pool": MOONCAKE}, {}, "pd.hints.over: tier 'pool' is of type mooncake, which carries no hints"),
         ("decode", {"pool": POOL}, {"hints": {"over": "poll"}}, "pd.hints.over: 'poll' is not in store_locations"),
         (
@@ -108,26 +118,6 @@ def test_hints_that_go_nowhere_are_refused(
     # Where the role comes from the launch it shows when the server looks at its own part of the file.
     with pytest.raises(ConfigError, match=rf"^hicache_ext\.{sentence}"):
         with_hints(role, tiers, **section)
-
-
-@pytest.mark.parametrize(
-    ("tiers", "section"),
-    [
-        ({"pool": POOL}, {}),
-        ({"near": NEAR, "pool": POOL}, {"promote_to": "off"}),
-        ({"near": NEAR, "pool": POOL}, {"store_locations": ["pool"]}),
-    ],
-)
-def test_hints_that_a_prefill_node_can_bring_nowhere_are_refused_by_the_start_and_by_the_check(
-    tiers: dict[str, Any], section: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    sentence = "hicache_ext.pd.hints.enabled: a prefill node brings the pages to the tier promote_to, and there is none"
-    with pytest.raises(ConfigError, match=f"^{sentence}"):
-        tier_use(with_hints("prefill", tiers, **section))
-    for role in ({"role": "prefill"}, {"roles": {"prefill": {}}}):
-        document = ExtraConfig.around({"tiers": tiers, **role, **with_hints_on(section)})
-        assert main(["config", "check", json.dumps(document)]) == 2
-        assert capsys.readouterr().err.startswith(sentence)
 
 
 def with_hints_on(section: dict[str, Any]) -> dict[str, Any]:
