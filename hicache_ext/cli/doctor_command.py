@@ -208,13 +208,18 @@ _TO_BUILD_HASHES = "apt-get install ninja-build g++ libssl-dev python3-dev, or w
 
 def page_hash_finding() -> Finding:
     """Whether SGLang finds the tools that build its extension for page hashes. A server tries it at its start and logs
-    what fails; ninja is needed by one that was built before, too."""
-    missing = [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
+    what fails."""
+    compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]
+    missing = [tool for tool in ("ninja", compiler) if shutil.which(tool) is None]
     if not missing:
         seen = "ninja and a C++ compiler are here; SGLang's page hashes need OpenSSL's and Python's headers, too"
         return Finding("extension", Level.OK, seen)
+    from torch.utils.cpp_extension import get_default_build_root
+
     seen = f"SGLang cannot build its extension for page hashes without {' and '.join(missing)}"
-    level = Level.ERROR if "ninja" in missing else Level.WARNING
+    # What was built before is loaded by ninja alone.
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).glob("**/hicache_hash_cpp.so")
+    level = Level.WARNING if "ninja" not in missing and any(built) else Level.ERROR
     return Finding("extension", level, f"{seen}, and HiCache ends the server at the first prompt", _TO_BUILD_HASHES)
 
 

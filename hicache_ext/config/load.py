@@ -112,7 +112,7 @@ def read_text(text: str, name: str, language: str | None = None) -> dict[str, An
         raise ConfigError(name, "is nested too deeply") from None
     except ConfigError as error:
         raise ConfigError(name, error.problem) from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, IndexError, yaml.YAMLError) as error:
         raise ConfigError(name, f"not valid {language}{_what_is_wrong(error)}") from None
     if document is None:
         raise ConfigError(name, "is empty")
@@ -130,11 +130,10 @@ def misread(document: Mapping[Any, Any]) -> Iterator[ConfigError]:
     seen: set[int] = set()
     while waiting:
         location, value = waiting.pop()
-        if isinstance(value, yaml.ScalarNode):
+        if isinstance(value, _Misread):
             # The number is not shown: it may be a secret.
-            problem = f"YAML reads this number in {'base 60' if ':' in value.value else 'octal'}"
-            yield ConfigError(key_path(location), problem, _NUMBER_ALLOWED)
-        elif isinstance(value, Mapping | list) and id(value) not in seen:  # an alias, maybe to its own parent
+            yield ConfigError(key_path(location), f"YAML reads this number in {value.base}", _NUMBER_ALLOWED)
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:  # an alias, maybe to its own parent
             seen.add(id(value))
             pairs = list(value.items() if isinstance(value, Mapping) else enumerate(value))
             for key, _ in pairs if isinstance(value, Mapping) else ():
@@ -176,9 +175,18 @@ def _json_of(text: str) -> object:
     return json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
 
 
+class _Misread(int):
+    """A number that YAML 1.1 reads in octal or base 60: ``ttl: 010`` would be 8 seconds, ``ttl: 1:30`` 90."""
+
+    base = "octal"
+
+
+class _MisreadTime(_Misread):
+    base = "base 60"
+
+
 class _YamlLoader(yaml.SafeLoader):
-    """Refuses keys that are written twice in one mapping, of which YAML takes the last, and leaves the node in
-    place of a number that YAML 1.1 reads in octal or base 60: ``ttl: 010`` would be 8 seconds, ``ttl: 1:30`` 90."""
+    """Refuses keys that are written twice in one mapping, of which YAML takes the last, and marks misread numbers."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -193,9 +201,10 @@ class _YamlLoader(yaml.SafeLoader):
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> object:
-        if ":" in node.value or _OCTAL.fullmatch(node.value):
-            return node
-        return self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+        number = self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+        if ":" in node.value:
+            return _MisreadTime(number)
+        return _Misread(number) if _OCTAL.fullmatch(node.value) else number
 
 
 for _kind in ("int", "float"):

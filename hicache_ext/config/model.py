@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hicache_ext.config.problems import config_error, did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import OFF, Allowed, ConfigModel
@@ -21,6 +21,7 @@ from hicache_ext.config.values import (
     directory_relation,
     duration,
     format_duration,
+    not_empty,
     or_word,
     size,
     whole_number,
@@ -125,7 +126,10 @@ class EventsConfig(ConfigModel):
     """where routers subscribe; each DP replica takes the next port"""
     replay_endpoint: _Endpoint
     """where routers ask for what they missed; each DP replica takes the next port"""
-    topic: Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$"), Allowed("text without line breaks")] = ""
+    topic: Annotated[
+        # Python, JavaScript and pydantic read it alike: it stands in the JSON Schema.
+        str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"), Allowed("text without line breaks")
+    ] = ""
     """the first frame of every message"""
 
     @model_validator(mode="after")
@@ -308,13 +312,18 @@ class ModelConfig(ConfigModel):
     """change it when the weights change under the same name"""
 
 
-_Locations = Annotated[tuple[str, ...], Field(strict=False), Allowed("a list of tier names")]
+# No set: its order would differ from rank to rank.
+_Locations = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    Allowed("a list of tier names"),
+]
 _Policies = Annotated[
     dict[str, StorePolicy], Allowed("a mapping of tier names to sync or async, such as {pool: async}")
 ]
 # An empty value has always meant no promotion.
 _PromoteTo = Annotated[str | None, Allowed("the name of a tier, or off", or_word(None, PROMOTE_NOTHING, _text))]
-_Seconds = Annotated[float | None, Field(ge=0, le=LONGEST_DURATION), Allowed("a number of seconds")]
+_Seconds = Annotated[float | None, Field(ge=0, le=LONGEST_DURATION), Allowed("a number of seconds", not_empty)]
 _Tenant = Annotated[str, Field(pattern=rf"^[A-Za-z0-9._-]{{1,{LONGEST_NAME}}}$")]
 
 
@@ -572,12 +581,12 @@ class ExtraConfig(ConfigModel):
     backend_name: Literal["hicache_ext"]
     module_path: Literal["hicache_ext.storage.backend"]
     class_name: Literal["HiCacheExtBackend"]
-    interface_v1: Annotated[Literal[1], Allowed(_INTERFACE_ALLOWED)]
+    interface_v1: Annotated[Literal[1], Allowed(_INTERFACE_ALLOWED, not_empty)]
     hicache_ext: HicacheExtConfig
     prefetch_threshold: Annotated[int | None, Allowed("a whole number of tokens", whole_number(0, NO_LIMIT))] = None
     prefetch_timeout_base: _Seconds = None
     prefetch_timeout_per_ki_token: _Seconds = None
-    hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false")] = None
+    hicache_storage_pass_prefix_keys: Annotated[bool | None, Allowed("true or false", not_empty)] = None
     tp_lcm_size: Annotated[int | None, Field(ge=1), Allowed("a positive whole number")] = None
     allocator: Literal["shm"] | None = None
     """page-aligned host memory; SGLang honours it only in inline JSON, and on decode nodes"""

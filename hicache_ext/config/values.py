@@ -185,6 +185,13 @@ Word = TypeVar("Word")
 Parser = Callable[[object], Value]
 
 
+def not_empty(value: object) -> object:
+    """What the field's type takes, but no empty value: SGLang reads the key as well, and refuses that."""
+    if value is None:
+        raise refuse(value)
+    return value
+
+
 def whole_number(least: int, most: float) -> Parser[int]:
     """A whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
 

@@ -263,14 +263,27 @@ def test_a_plugin_that_sglang_is_told_not_to_run_is_a_warning(monkeypatch: pytes
 # -- SGLang's page hashes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lacking", "level"), [((), "ok"), (("c++",), "warning"), (("ninja", "c++"), "error")])
+@pytest.mark.parametrize(
+    ("lacking", "built", "level"),
+    [
+        ((), "", "ok"),
+        (("c++",), "", "error"),
+        (("c++",), "py311_cpu", "warning"),
+        (("ninja", "c++"), "py311_cpu", "error"),
+    ],
+)
 def test_what_sglang_lacks_to_build_its_page_hashes_is_named_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: Sequence[str], level: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: Sequence[str], built: str, level: str
 ) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    if built:
+        (tmp_path / "extensions" / built / "hicache_hash_cpp").mkdir(parents=True)
+        (tmp_path / "extensions" / built / "hicache_hash_cpp" / "hicache_hash_cpp.so").touch()
     for tool in {"ninja", "c++"} - {*lacking}:
         (tmp_path / tool).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
+    # As torch takes it: a command with its options.
+    monkeypatch.setenv("CXX", "c++ -pipe")
     finding = doctor_command.page_hash_finding()
     assert finding.level.value == level
     if lacking:

@@ -276,6 +276,10 @@ def test_every_type_of_tier_has_its_class() -> None:
 def test_the_schema_accepts_what_the_loader_accepts_and_knows_every_key() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json_schema())
+    validator.check_schema(json_schema())
+    addresses = {"endpoint": "tcp://*:5657", "replay_endpoint": "tcp://*:5658"}
+    assert not list(validator.iter_errors(document(events=addresses | {"topic": "kv"}) | {"interface_v1": True}))
+    assert list(validator.iter_errors(document(events=addresses | {"topic": "k\nv"})))
     assert not list(validator.iter_errors(document(promote_to="nvme", model={"weights_epoch": 3})))
     assert not list(validator.iter_errors(yaml.safe_load(example_config())))
     assert list(validator.iter_errors(document(retreive_locations=["nvme"])))

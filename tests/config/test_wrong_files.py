@@ -217,6 +217,16 @@ WRONG_FILES = [
         "hicache_storage_pass_prefix_keys: the number 1 is not accepted; allowed: true or false",
     ),
     around(
+        "seconds that are left empty, which SGLang refuses",
+        "prefetch_timeout_base:\n",
+        "prefetch_timeout_base: an empty value is not accepted; allowed: a number of seconds",
+    ),
+    around(
+        "prefix keys that are left empty",
+        "hicache_storage_pass_prefix_keys:\n",
+        "hicache_storage_pass_prefix_keys: an empty value is not accepted; allowed: true or false",
+    ),
+    around(
         "tp_lcm_size 0",
         "tp_lcm_size: 0\n",
         "tp_lcm_size: the number 0 is not accepted; allowed: a positive whole number",

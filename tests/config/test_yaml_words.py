@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from hicache_ext.cli.main import main
 from hicache_ext.config import TierConfig, load_config, load_document, tier_types
+from hicache_ext.config.load import read_text
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, PullConfig, RoleConfig
 from hicache_ext.config.schema import Allowed, allowed_for
 from hicache_ext.errors import ConfigError, ConfigErrors
@@ -160,6 +161,21 @@ def test_each_of_several_is_named_in_the_order_of_the_file(tmp_path: Path) -> No
 def test_also_behind_an_anchor_and_a_merge(tmp_path: Path) -> None:
     file = written(tmp_path, "      <<: *shared\n", before="x-shared: &shared {threads: 010}\n")
     assert "hicache_ext.tiers.a.threads: YAML reads this number in octal" in refused(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("010: x\n", "the number 8 is used as a key"),
+        ("0600", "holds a number, not a mapping"),
+        ("a: !!pairs [b: 010]\n", "a[0][1]: YAML reads this number in octal"),
+        ("a: !!int [1]\n", "not valid YAML in line 1: expected a scalar node, but found sequence"),
+        ("a: !!int ''\n", "not valid YAML"),
+    ],
+)
+def test_wherever_it_stands_there_is_a_sentence_and_no_word_of_the_parser(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read_text(text, "file")
 
 
 def test_a_password_is_not_shown(tmp_path: Path) -> None:
