@@ -21,8 +21,8 @@ from typing import Any
 
 from hicache_ext.runtime.access import open_file, sync_directory
 
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
-"""Errors of file systems without hard links."""
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV)
+"""Errors of file systems without hard links, or with none from one directory to another."""
 
 FileSignature = tuple[int, int, int, int]
 
@@ -52,19 +52,27 @@ def create_whole(path: Path, text: str) -> bool:
     """
     temporary = _write_beside(path, text, sync=True)
     try:
-        os.link(temporary, path)
+        link_new(temporary, path)
     except FileExistsError:
         return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if path.exists():
-            return False
-        os.rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
     return True
+
+
+def link_new(source: Path | str, target: Path | str) -> None:
+    """Give a file another name that nothing has; where the file system has no hard links, in place of its own. Raises
+    OSError; FileExistsError where something has it. Without links two that do it at the same moment may both succeed,
+    of which the last one stays."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        os.rename(source, target)
 
 
 def sync_whole(path: Path) -> None:

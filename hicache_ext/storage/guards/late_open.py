@@ -1,7 +1,7 @@
 """Late opening: a tier that could not start is opened in the background as soon as it can be, without a restart.
 
-For tiers with ``required: false``. Until then everything is REJECTED or absent, and a clear() is to be tried again.
-Identities that were registered meanwhile are registered with the store before its first page.
+For tiers with ``required: false``. Until then everything is REJECTED or absent. What was registered meanwhile
+(identities, host memory) is registered with the store before its first page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hicache_ext.errors import ClearLaterError, ConfigError, StoreClosedError, StoreSetupError
+from hicache_ext.errors import ConfigError, StoreClosedError, StoreSetupError
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.reports import NOT_REACHED
@@ -48,8 +48,8 @@ class LateStore:
         self._own_metrics = TierMetrics(name)
         self._lock = threading.Lock()
         self._store: PageStore | None = None
-        self._documents: dict[bytes, dict[str, Any]] = {}
-        """Of the identities that are registered before the store is in use."""
+        self._waiting: dict[object, Callable[[PageStore], object]] = {}
+        """Registrations and clear() calls that are made up for before anybody may read from the store."""
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
         self._attempted = threading.Event()
@@ -93,19 +93,25 @@ class LateStore:
 
     def _take(self, store: PageStore) -> None:
         """Register with ``store`` what was registered here, and put it in service."""
-        done = 0
-        while not self._loop.stopping:
-            with self._lock:
-                waiting = list(self._documents.items())[done:]
-                if not waiting and not self._loop.stopping:
-                    self._store = store
-                    if self._reported_not_open:
-                        logger.warning("hicache_ext: tier %s is open now and in use", self._name)
-                    return
-            # Outside the lock: this talks to the store.
-            for digest, document in waiting:
-                store.register_identity(digest, document)
-            done += len(waiting)
+        try:
+            done = 0
+            while True:
+                with self._lock:
+                    waiting = list(self._waiting.values())[done:]
+                    if not waiting:
+                        if self._loop.stopping:
+                            break
+                        self._store = store
+                        if self._reported_not_open:
+                            logger.warning("hicache_ext: tier %s is open now and in use", self._name)
+                        return
+                # Outside the lock: this talks to the store.
+                for call in waiting:
+                    call(store)
+                    done += 1
+        except BaseException:
+            store.close()
+            raise
         store.close()
 
     # -- the contract ----------------------------------------------------------------------------------------------
@@ -127,9 +133,7 @@ class LateStore:
         return dict(NOT_REACHED) if self._store is None else {}
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        with self._lock:
-            self._documents[digest] = document
-            store = self._store
+        store = self._or_later(digest, lambda store: store.register_identity(digest, document))
         if store is not None:
             store.register_identity(digest, document)
 
@@ -154,10 +158,19 @@ class LateStore:
         return 0 if store is None else store.remove(keys)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        store = self._opened(0)
-        if store is None:
-            raise ClearLaterError(f"tier {self._name} is not open")
-        return store.clear(digests)
+        """Of a store that is not open: it is made up for before the store is in use."""
+        if self._loop.stopping:
+            raise StoreClosedError(self._name)
+        wanted = None if digests is None else tuple(digests)
+        store = self._or_later(wanted, lambda store: store.clear(wanted))
+        return 0 if store is None else store.clear(digests)
+
+    def _or_later(self, what: object, call: Callable[[PageStore], object]) -> PageStore | None:
+        """The store; None where it is not open, and ``call`` is made up for then, once for the same ``what``."""
+        with self._lock:
+            if self._store is None:
+                self._waiting[what] = call
+            return self._store
 
     def close(self) -> None:
         """Does not wait for an attempt that hangs: what it opens is closed when it ends."""

@@ -139,12 +139,14 @@ class Prefetcher:
         """Pages of one identity, of ``size`` bytes each, are likely to be read soon, in the order of the chain.
 
         Not if they were cleared since ``still_wanted``. What there is no room for stays planned, for its lifetime: a
-        read learns from it where its pages are. So it does without a buffer, where nothing is fetched.
+        read learns from it where its pages are. So it does without a buffer, where nothing is fetched. Pages beyond
+        what a buffer holds twice are not planned: other chains wait for their turn.
         """
         now = self._clock()
         with self._condition:
+            buffer = self._settings.prefetch_buffer
             # A page larger than the buffer would be in the way of those behind it.
-            too_large = 0 < self._settings.prefetch_buffer < size
+            too_large = 0 < buffer < size
             if self._closing or too_large or not (keys and size) or not still_wanted(identity_of(keys)):
                 return
             self._expire(now)
@@ -153,8 +155,8 @@ class Prefetcher:
             # Whichever tier they are to come from.
             planned = [asked.keys() & of_tier.keys() for of_tier in self._plans.values()]
             busy = (asked.keys() & self._pages.keys()).union(*planned, *self._being_read)
-            most = max(0, _MOST_PLANNED // self._sources - len(plan))
-            new = [key for key in asked if key not in busy][:most]
+            most = min(2 * buffer // size if buffer else _MOST_PLANNED, _MOST_PLANNED // self._sources - len(plan))
+            new = [key for key in asked if key not in busy][: max(0, most)]
             if new:
                 plan.update(dict.fromkeys(new, Announced(source, size, now, still_wanted)))
             self._go_on()

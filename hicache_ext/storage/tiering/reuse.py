@@ -81,8 +81,12 @@ class Experience:
         return np.where(slots < 0, -1, self._class[slots])
 
     def used(self, names: Sequence[Name], new_classes: npt.NDArray[np.int64]) -> None:
-        """Pages are used now, and are of ``new_classes`` from now on. ``names``: no page twice, and far fewer than the
-        sample."""
+        """Pages are used now, and are of ``new_classes`` from now on. ``names``: no page twice."""
+        most = max(1, len(self._class) // 8)
+        for first in range(0, len(names), most):
+            self._used(names[first : first + most], new_classes[first : first + most])
+
+    def _used(self, names: Sequence[Name], new_classes: npt.NDArray[np.int64]) -> None:
         found = [self._slots.pop(name, -1) for name in names]
         while len(self._free) < found.count(-1):
             self._give_up(list(self._slots)[: max(1, len(self._slots) // 8)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -536,3 +538,40 @@ def test_a_name_that_says_the_same_in_other_letters_is_no_pack(pack):
         name.replace(".pack", ".01.pack"),
     ):
         assert PackFile.parse(wrong) is None, wrong
+
+
+# -- copies that could not be read -------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_somebody_else_has_stored_since_stays_and_is_read(
+    open_store, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once by key alone: one reader's bad moment took good pages of others away."""
+    reader, writer = open_store(), open_store()
+    store_pages(reader, KEYS)
+    with monkeypatch.context() as disk:
+        disk.setattr(packs_module.vectored, "read_into", _fails(errno.EIO))
+        for store in (reader, writer):
+            assert read_pages(store, KEYS)[0] == [GetResult.ERROR] * 6
+    assert store_pages(writer, KEYS) == [SetResult.STORED] * 6
+    others = _packs(place)
+    assert store_pages(reader, KEYS) == [SetResult.EXISTS] * 6
+    assert _packs(place) == others
+    assert_hits(reader, KEYS)
+
+
+def test_an_error_that_says_nothing_about_what_is_stored_takes_nothing_away(
+    store, place: Path, pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as disk:
+        disk.setattr(packs_module.vectored, "read_into", _fails(errno.ESTALE))
+        assert read_pages(store, KEYS)[0] == [GetResult.ERROR] * 6
+    assert store_pages(store, KEYS) == [SetResult.EXISTS] * 6
+    assert _packs(place) == [pack]
+
+
+def _fails(number: int) -> Callable[..., int]:
+    def read_into(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return read_into

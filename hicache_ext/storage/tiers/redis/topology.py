@@ -175,6 +175,10 @@ class Topology:
             problem = self._learn()
         except StoreSetupError as error:
             problem = error
+        except Exception as error:  # noqa: BLE001 - the keeper must go on
+            problem = error
+            words = "tier %s: learning the topology ended in an error that nobody expected"
+            self._log.log(logging.ERROR, "learning", words, self._name, exc_info=error)
         if self._tier.required and isinstance(problem, TimeoutError) and not self._looked.is_set():
             # One that is only slow gets the tier's whole timeout: a start depends on it.
             self._refresh_wanted = True
@@ -250,6 +254,9 @@ class Topology:
         except StoreSetupError:
             raise
         except (StoreError, OSError, ConfigError) as error:
+            if isinstance(error, TimeoutError) and node in self._sentinels:
+                # One that is frozen costs each look a second otherwise: no page call finds it out.
+                node.mark_down(error)
             return error
         except Exception as error:  # noqa: BLE001 - whatever a stranger's words make of the code that reads them
             kind, who = type(error).__name__, node.endpoint

@@ -27,14 +27,13 @@ from pathlib import Path
 
 from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
+from hicache_ext.runtime.whole_file import link_new
 from hicache_ext.storage.tiers.file.layouts import FILES_NAME, adopt, check_before_start
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, counted_for, directories, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
 
 _TEMP_NUMBERS = itertools.count()
 """One count for the whole process: two stores of one process may share a directory."""
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
-"""Of a file system without hard links, or none between directories."""
 
 
 class PageDirectory(PageTree):
@@ -97,16 +96,9 @@ class PageDirectory(PageTree):
             # One round trip to a server; to link and to unlink are two.
             os.rename(temp_path, page_path)
             return
-        try:
-            os.link(temp_path, page_path)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            # On vfat or SMB the last writer wins: whatever has the name is a whole page.
-            os.rename(temp_path, page_path)
-        else:
-            # Published now; a second name left in tmp/ is removed by the next start.
-            unlink_quietly(temp_path)
+        link_new(temp_path, page_path)
+        # Published now; a second name left in tmp/ is removed by the next start.
+        unlink_quietly(temp_path)
 
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
         """Remove whatever has the name of a page or a pack; the size of the file removed.

@@ -64,6 +64,8 @@ TOUCH_INTERVAL = 60.0
 """Seconds between two renewals of a file's recency (its mtime): eviction needs no finer order."""
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
 """Errors of open() that say: what has this name is nothing this tier can have written and may read."""
+_TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors that say nothing about what is stored."""
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
@@ -102,9 +104,9 @@ class PageFiles(PathStore):
         self._catalogue = PackCatalogue(self.name, directory, self._count_error)
         self._resources.callback(self._catalogue.close)
         self._most_pages = most_pages(directory.pages_path)
-        # Keys of pages that could not be read, and of pages alone that could not be taken away: absent to callers until
-        # a read succeeds. The next write takes another pack, or frees the name where that has become possible.
-        self._unreadable: set[bytes] = set()
+        # Copies, by key and pack, that could not be read, and pages alone that could not be taken away: absent until a
+        # read succeeds. The next write takes another pack, or frees the name where that has become possible.
+        self._unreadable: set[tuple[bytes, str]] = set()
         # Loaded now, and not in front of the first look-up.
         native.core()
 
@@ -134,7 +136,7 @@ class PageFiles(PathStore):
         return found
 
     def _is_readable(self, key: bytes, place: Place, found: FoundPack) -> bool:
-        return place.position < found.pages and key not in self._unreadable
+        return place.position < found.pages and (key, place.pack.id) not in self._unreadable
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         """As far as names and times tell: when a page alone was written only the page itself tells, so that one that is
@@ -147,8 +149,11 @@ class PageFiles(PathStore):
         core = native.core() if len(rest) >= _NATIVE_FROM else None
         look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
         for position, known in zip(rest, look_up(wanted, oldest), strict=True):
-            present[position] = known and keys[position] not in self._unreadable
+            present[position] = known and not (self._unreadable and self._failed_alone(keys[position]))
         return present
+
+    def _failed_alone(self, key: bytes) -> bool:
+        return (key, alone(key[IDENTITY_LENGTH:]).id) in self._unreadable
 
     def _lead(self, keys: Sequence[bytes]) -> int:
         return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
@@ -199,11 +204,11 @@ class PageFiles(PathStore):
         if is_old(path, PackFile(place.pack), status, oldest_valid_ms):
             # Another writer may have replaced it: then the page that is to be written exists.
             is_free = self._remove_expired_file(key[:IDENTITY_LENGTH], PackFile(place.pack), path, status)
-        elif key not in self._unreadable and status.st_size == size and stat.S_ISREG(status.st_mode):
+        elif not (is_unreadable := self._failed_alone(key)) and status.st_size == size and stat.S_ISREG(status.st_mode):
             self._touch(path, status)
             return SetResult.EXISTS
         else:
-            is_free = self._heal(key, place, "unreadable" if key in self._unreadable else "length", status)
+            is_free = self._heal(key, place, "unreadable" if is_unreadable else "length", status)
         return None if is_free else SetResult.REJECTED
 
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
@@ -352,7 +357,7 @@ class PageFiles(PathStore):
         if reason is None:
             if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
                 return GetResult.MISS
-            self._unreadable.discard(key)
+            self._unreadable.discard((key, pack.id))
             return GetResult.HIT
         if not is_alone(pack) and _is_another_page(header, key):
             # Its short hash is the same.
@@ -376,7 +381,8 @@ class PageFiles(PathStore):
         for member in run.members:
             self._count_error(error)
             # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
-            self._remember_unreadable(batch.keys[member])
+            if error.errno not in _TRANSIENT:
+                self._remember_unreadable(batch.keys[member], run.pack)
         logger.debug("tier %s: reading %s: %s", self.name, path, error)
         return [GetResult.ERROR] * len(run.members)
 
@@ -460,7 +466,7 @@ class PageFiles(PathStore):
                 # Made by another account, perhaps.
                 self._catalogue.refuse(identity, bucket)
             else:
-                self._unreadable.difference_update(keys)
+                self._unreadable.difference_update((key, pack.id) for key in keys)
                 if not is_alone(pack):
                     self._catalogue.add(identity, pack, bucket)
                 return SetResult.STORED, added + occupied(length)
@@ -521,6 +527,9 @@ class PageFiles(PathStore):
                     # Another writer may just have stored it: that one stays.
                     if found is None or (found.page_bytes == sizes[key] and self._is_readable(key, each, found)):
                         continue
+                    if is_expired(milliseconds_of(each.pack.id), oldest_valid_ms):
+                        self._remove_expired_file(identity, PackFile(each.pack, found.dead), found.path, found.status)
+                        continue
                     try:
                         self._take_away(identity, each)
                     except OSError as error:
@@ -542,13 +551,13 @@ class PageFiles(PathStore):
             self._count_error(error)
             logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self.name, what, reason, error)
             if is_alone(pack):
-                self._remember_unreadable(key)
+                self._remember_unreadable(key, pack)
                 is_gone = False
             else:
                 # Absent to this process: the page is written into another one.
                 self._catalogue.forget_page(identity, place)
         else:
-            self._unreadable.discard(key)
+            self._unreadable.discard((key, pack.id))
             self._bad_log.log(
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self.name, what, reason
             )
@@ -620,10 +629,10 @@ class PageFiles(PathStore):
                     removal.freed = self._directory.remove_if_empty([place])
         return removed
 
-    def _remember_unreadable(self, key: bytes) -> None:
+    def _remember_unreadable(self, key: bytes, pack: Pack) -> None:
         if len(self._unreadable) >= _MOST_UNREADABLE:
             self._unreadable.clear()
-        self._unreadable.add(key)
+        self._unreadable.add((key, pack.id))
 
 
 def _place_alone(batch: PageBatch, position: int) -> Place:
