@@ -120,8 +120,8 @@ def read_calibration(path: Path) -> Calibration:
         raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CalibrationError(f"{path} is not a calibration: {where} {first['msg']}") from error
+        found = ": ".join(map(str, [*first["loc"], first["msg"]]))
+        raise CalibrationError(f"{path} is not a calibration: {found}") from error
 
 
 def calibration_of_machine() -> Calibration | None:

@@ -12,7 +12,9 @@ from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.contract.tenants import Tenant
 
-NAMES = "a mapping of up to 62 names (letters, digits, '.', '_' and '-') and default, such as {a: {share: 20%}}"
+NAMES = (
+    "a mapping of up to 62 names (up to 64 letters, digits, '.', '_' and '-') and default, such as {a: {share: 20%}}"
+)
 DISK = {"type": "file", "path": "/mnt/a", "capacity": "1GiB"}
 
 
