@@ -19,7 +19,7 @@ BUDGETS = {
     "storage.contract": (3_437, 2_600),
     "page": (2_669, 2_300),
     "runtime": (2_442, 1_900),
-    "config": (2_057, 1_700),
+    "config": (2_058, 1_700),
     "storage.tiers.object, storage.tiers.mooncake": (3_479, 3_200),
     "storage.serving, storage.guards": (3_170, 2_600),
     "kernels, plan, pd": (2_753, 3_400),

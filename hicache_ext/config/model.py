@@ -386,7 +386,8 @@ class HicacheExtConfig(ConfigModel):
     tenants: Annotated[
         dict[_Tenant, TenantConfig] | None,
         Allowed(
-            "a mapping of up to 62 names (up to 64 letters, digits, '.', '_' and '-') and default, such as {a: {share: 20%}}"
+            "a mapping of up to 62 names (up to 64 letters, digits, '.', '_' and '-') and default, "
+            "such as {a: {share: 20%}}"
         ),
     ] = None
     """name -> what this tenant may have in file tiers with slabs; left out: none (docs/agents.md)"""
