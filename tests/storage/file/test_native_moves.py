@@ -825,7 +825,7 @@ def test_page_files_are_found_alike_by_either_way(tmp_path, monkeypatch, ttl):
             lambda path: (path.unlink(), os.mkfifo(path)),
             lambda path: path.unlink(),
             lambda path: os.utime(path, (1000, 1000)),
-            lambda path: store._unreadable.add(keys[7]),
+            lambda path: store._unreadable.add((keys[7], keys[7][16:].hex())),
         ]
     ):
         spoil(paths[number])
