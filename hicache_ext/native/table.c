@@ -184,8 +184,8 @@ static inline int64_t row_in(int64_t entry) { return (entry & ROW_MASK) - 1; }
 /* The power of two of which there are so many sets and up to as many more. */
 static inline int64_t level_of(int64_t sets) { return (int64_t)(UINT64_C(1) << (63 - __builtin_clzll((uint64_t)sets | 1))); }
 
-/* Linear hashing: sets are added in order, each as a copy of the one whose pages fall to both from then on (add_sets in
- * index_words.py). Entries of the other one's pages are stale. */
+/* Linear hashing: sets are added in order, each as a copy of the one whose pages fall to both from then on. Entries of
+ * the other one's pages are stale. */
 static inline int64_t *set_of(const struct table *table, uint64_t word)
 {
     int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = level_of(sets);
@@ -272,6 +272,25 @@ static int64_t enter(const struct table *table, uint64_t word, int64_t row)
         return 0;
     free_page(table, lost);
     return 1;
+}
+
+struct add_sets {
+    const struct table *table;
+    int64_t wanted;
+};
+
+/* Use so many sets. A look-up finds a page in the set that was copied or in the copy. Under the lock. Returns the number
+ * of sets. */
+PUBLIC int64_t hicache_add_sets(const struct add_sets *call)
+{
+    const struct table *table = call->table;
+    for (int64_t new = most(1, load(table->header + SETS)); new < least(call->wanted, table->set_count); new++) {
+        int64_t *to = table->sets + new * WAYS, *from = table->sets + (new - level_of(new)) * WAYS;
+        for (int way = 0; way < WAYS; way++)
+            store(to + way, load(from + way));
+        __atomic_store_n(table->header + SETS, new + 1, __ATOMIC_RELEASE);
+    }
+    return load(table->header + SETS);
 }
 
 /* -- looking up ---------------------------------------------------------------------------------------------------- */

@@ -210,7 +210,7 @@ def random_step(rng: random.Random, now: int) -> Step:
         remove_rows(world, find(world, keys, one, 0)[seed % 30 :])
 
     def grow(world: Any) -> None:
-        index_words.add_sets(world.header, world.sets, min(SETS_MOST, int(world.header[index_words.SETS])) + 1)
+        world.table.add_sets(min(SETS_MOST, int(world.header[index_words.SETS])) + 1)
 
     def clear(world: Any) -> None:
         identity = world.identities[one[0]]
@@ -636,7 +636,7 @@ def _remove(index: SlabIndex) -> None:
 
 def _grow(index: SlabIndex) -> None:
     header = index.memory.header
-    index_words.add_sets(header, index.memory.sets, int(header[index_words.SETS]) + 5)
+    index.memory.table.add_sets(int(header[index_words.SETS]) + 5)
 
 
 def _drop(index: SlabIndex) -> None:
@@ -792,7 +792,7 @@ def test_look_ups_beside_changes_find_every_page_that_is_there(tmp_path: Path) -
             others = keys_of(range(10_000 + 50 * number, 10_050 + 50 * number))
             store(index, others, LARGE)
             header = index.memory.header
-            index_words.add_sets(header, index.memory.sets, int(header[index_words.SETS]) + 37)
+            index.memory.table.add_sets(int(header[index_words.SETS]) + 37)
             remove(index, others[::3])
             number += 1
         ended.set()

@@ -917,7 +917,7 @@ class SlabIndex:
         header, wanted = self.memory.header, self._sets_wanted()
         for sets in range(max(0, int(header[index_words.SETS])), wanted, _STEP):
             with self._changing():
-                index_words.add_sets(header, self.memory.sets, min(wanted, sets + _STEP))
+                self.memory.table.add_sets(min(wanted, sets + _STEP))
 
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))

@@ -280,16 +280,6 @@ def are_remembered(identities: Words, ghosts: Words, keys: Words, numbers: Words
     return remembered
 
 
-def add_sets(header: Words, sets: Words, wanted: int) -> None:
-    """Use so many sets. Each one that is added begins as a copy of the one whose pages fall to both from then on
-    (``set_of`` in C), so a look-up finds them in either one. Under the lock."""
-    while (begin := max(1, int(header[SETS]))) < min(wanted, len(sets)):
-        level = 1 << begin.bit_length() - 1
-        end = min(wanted, len(sets), 2 * level)
-        sets[begin:end] = sets[begin - level : end - level]
-        header[SETS] = end
-
-
 def slabs_with(slabs: Words, rows: Words) -> Words:
     """The positions of the slabs that have these rows; -1 for none. ``slabs``: by FIRST."""
     of = np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
@@ -343,6 +333,7 @@ class Table(Arguments):
     touch = _function("hicache_touch", "chain[] capacity sampled")
     rank_again = _function("hicache_rank_again", "capacity most")
     learn = _function("hicache_learn", "capacity sampled most")
+    add_sets = _function("hicache_add_sets", "wanted")
     take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket taken[]")
     ranks = _function("hicache_ranks", "rows[] oldest tenancy[] ranks[]")
     evict = _function("hicache_evict", "victims[] oldest tenancy[]")
