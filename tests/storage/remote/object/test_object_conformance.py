@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from hicache_ext.page.transforms.sealing import SealMode
+from hicache_ext.storage.contract.store import GetResult, SetResult
+from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.testing.conformance.page_store import PageStoreTests
+from hicache_ext.testing.conformance.pages import assert_hits, page_key, read_pages, store_pages
 from hicache_ext.testing.conformance.state_machine import page_store_machine
 from tests.rigs.s3_server import S3Server
 from tests.storage.remote.object.bucket import Objects, ObjectsInADirectory, ObjectsInMemory, objects_on
@@ -66,6 +73,30 @@ TestMachineInMemory = page_store_machine(ObjectsInMemory).TestCase
 TestMachineInADirectory = page_store_machine(_OwnDirectory).TestCase
 TestMachineInMemory.settings = _PROFILE
 TestMachineInADirectory.settings = _PROFILE
+
+
+def test_a_bad_page_that_goes_while_a_write_looks_for_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listing of that write shows the pack still that was removed meanwhile."""
+    medium, key = ObjectsInMemory(), page_key("bad")
+    with closing(medium.open()) as store:
+        assert isinstance(store, ObjectPageStore)
+        store_pages(store, [key], [5000])
+        good = medium.read(key)
+        assert good is not None
+        medium.write(key, good[:-1] + bytes([good[-1] ^ 1]))
+        is_listed, listed, read_again = threading.Event(), store._requests.listed, store.read_again
+
+        def listed_before(*arguments: Any, **options: Any) -> Iterator[Any]:
+            if shown := list(listed(*arguments, **options)):
+                is_listed.set()
+                assert store.wait_until_examined(10)
+            yield from shown
+
+        monkeypatch.setattr(store, "read_again", lambda *arguments: is_listed.wait(10) and read_again(*arguments))
+        assert read_pages(store, [key], [5000])[0] == [GetResult.CORRUPT]
+        monkeypatch.setattr(store._requests, "listed", listed_before)
+        assert store_pages(store, [key], [5000]) == [SetResult.STORED]
+        assert_hits(store, [key], [5000])
 
 
 @pytest.mark.slow
