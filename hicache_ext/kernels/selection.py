@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.calibration import Calibration, Measurement, calibration_of_machine
 from hicache_ext.kernels.engine import SGLANG, CopyEngine, Operation, ReferenceEngine, Submit
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+
+if TYPE_CHECKING:
+    from hicache_ext.kernels.calibration import Calibration
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,8 @@ class Selector:
             return ReferenceEngine.name, "cpu"
         if self._calibration is None:
             return SGLANG, "not_calibrated"
+        from hicache_ext.kernels.calibration import Measurement
+
         fastest = self._calibration.fastest(Measurement.of(operation, {}), self._makers)
         return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
 
@@ -132,5 +137,9 @@ ENGINES: Mapping[str, Callable[[], CopyEngine]] = {
 
 def make_selector(settings: KernelsConfig) -> Selector:
     """Return the selector of this machine."""
-    calibration = calibration_of_machine() if torch.cuda.is_available() else None
+    calibration: Calibration | None = None
+    if torch.cuda.is_available():
+        from hicache_ext.kernels.calibration import calibration_of_machine
+
+        calibration = calibration_of_machine()
     return Selector(ENGINES, engine=settings.engine, calibration=calibration)

@@ -214,11 +214,10 @@ class _Binding:
         self._loads = [(host_indices, device_indices, {layer}, submit), *self._loads[: _LOADS_UNDER_WAY - 1]]
         return submit(*self.stack.layers[layer])
 
-    def begin(
-        self, pool: Any, direction: Direction, host_indices: torch.Tensor, device_indices: torch.Tensor
-    ) -> Callable[..., bool]:
-        host_indices, device_indices = _local_rows(pool, host_indices), _local_rows(pool, device_indices)
-        return _current_selector().begin(Operation(self.stack, direction, host_indices, device_indices))
+    def begin(self, pool: Any, direction: Direction, *indices: torch.Tensor) -> Callable[..., bool]:
+        """``indices``: of the host, and of the device."""
+        local = [_local_rows(pool, of_side) for of_side in indices]
+        return _current_selector().begin(Operation(self.stack, direction, *local))
 
 
 _bindings: weakref.WeakKeyDictionary[Any, _Binding] = weakref.WeakKeyDictionary()
