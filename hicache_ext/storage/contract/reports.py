@@ -205,18 +205,17 @@ def _declared(tier: PageStore) -> Mapping[str, Sequence[str]]:
 
 def _series_of(tier: PageStore) -> dict[str, list[str]]:
     info = tier.describe()
-    series = {event: list(reasons) for event, reasons in OF_EVERY_TIER.items()}
-    for event, reasons in series_of_type(info.type).items():
-        series.setdefault(event, []).extend(reasons)
+    tables = [OF_EVERY_TIER, series_of_type(info.type)]
     if "admission" in info.details:
-        series |= {event: list(reasons) for event, reasons in OF_ADMITTING_TIERS.items()}
+        tables.append(OF_ADMITTING_TIERS)
     if {"seal", "codec"} & info.details.keys():
-        for event, reasons in OF_SEALED_TIERS.items():
-            series.setdefault(event, []).extend(reasons)
+        tables.append(OF_SEALED_TIERS)
     if str(info.details.get("codec", "")).startswith(LOSSY_CODECS):
-        for event, reasons in OF_LOSSY_TIERS.items():
+        tables.append(OF_LOSSY_TIERS)
+    if paths := info.details.get("paths"):
+        tables.append(dict.fromkeys(("path_out_of_service", "path_back_in_service"), paths))
+    series: dict[str, list[str]] = {}
+    for table in tables:
+        for event, reasons in table.items():
             series.setdefault(event, []).extend(reasons)
-    for path in info.details.get("paths", ()):
-        for event in ("path_out_of_service", "path_back_in_service"):
-            series.setdefault(event, []).append(path)
     return series

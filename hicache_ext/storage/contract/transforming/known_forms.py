@@ -58,11 +58,6 @@ class KnownForms:
         codec = forms.written[-1].codec
         return codec is not None and (self.paying is None or self.paying.may_pay(codec))
 
-    def note_moved(self, call: str, batch: PageBatch, began: float, moved: int) -> None:
-        """So many pages of a batch of stored pages went to or came from the medium since ``began``."""
-        if moved and self.paying is not None:
-            self.paying.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
-
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
         """In which form, a place among all, each page is there."""
         if len(self._seen) + len(keys) > _MOST_REMEMBERED:
