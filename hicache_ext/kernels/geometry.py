@@ -112,7 +112,7 @@ class LayerStack:
         self.host_bases, self.device_bases = bases.T
         self.alignment = math.gcd(16, shape.segment_bytes, *shape.host, *shape.device, *bases.ravel().tolist())
         """The largest power of two, up to 16, that divides every address, stride and segment."""
-        self.is_registered = _all_covered([host for host, _ in self.copies], shape, _merged(self.registrations))
+        self.is_registered = _all_covered([host for host, _ in self.copies], shape, self.registrations)
         """Whether every host row of every copy lies in registered memory."""
 
     @property
@@ -129,23 +129,17 @@ class LayerStack:
         return shape.segment_bytes
 
 
-def _all_covered(hosts: Sequence[Rows], shape: CopyShape, covered: Sequence[tuple[int, int]]) -> bool:
+def _all_covered(hosts: Sequence[Rows], shape: CopyShape, registrations: Sequence[Registration]) -> bool:
+    """``registrations`` sorted by address: a row may lie in several that touch."""
     for rows in hosts:
+        reached = rows.base
+        for address, size in registrations:
+            if address <= reached:
+                reached = max(reached, address + size)
         last = rows.address(max(rows.token_count - 1, 0), shape.segments - 1, shape.page_size)
-        if not any(start <= rows.base and last + shape.segment_bytes <= end for start, end in covered):
+        if reached < last + shape.segment_bytes:
             return False
     return True
-
-
-def _merged(registrations: Sequence[Registration]) -> list[tuple[int, int]]:
-    """(start, end) of what registrations cover, neighbours joined; ``registrations`` sorted by address."""
-    spans: list[tuple[int, int]] = []
-    for address, size in registrations:
-        if spans and spans[-1][1] == address:
-            spans[-1] = (spans[-1][0], address + size)
-        else:
-            spans.append((address, address + size))
-    return spans
 
 
 def page_tokens(pages: Sequence[int] | torch.Tensor, page_size: int) -> torch.Tensor:
