@@ -16,6 +16,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms
+from hicache_ext.page.transforms.sealing import SEAL_CIPHER
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract import tenants
@@ -182,7 +183,7 @@ class BadSeals:
                     self._seen.pop(stored_key, None)
                     return True
                 # One of a missing cipher may be good for others.
-                if reason == body.SEAL_CIPHER or not self._remove(stored_key, stored):
+                if reason == SEAL_CIPHER or not self._remove(stored_key, stored):
                     return False
             return False
 
