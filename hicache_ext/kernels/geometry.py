@@ -238,7 +238,11 @@ def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) 
     if len(host_indices) == 0:
         nothing = np.empty(0, dtype=np.int64)
         return CopyPlan(nothing, nothing, nothing)
-    shape = _with_joined_segments(shape)
+    if shape.segments > 1 and shape.host.segment == shape.device.segment == shape.segment_bytes:
+        # The segments of a row touch on both sides.
+        row = shape.row_bytes
+        sides = shape.host._replace(segment=row), shape.device._replace(segment=row)
+        shape = CopyShape(shape.page_size, 1, row, *sides)
     whole = _are_whole_pages(shape.page_size, host_indices) and _are_whole_pages(shape.page_size, device_indices)
     tokens = shape.page_size if whole else 1
     host = _offsets(host_indices[::tokens], shape.page_size, shape.host)
@@ -273,19 +277,6 @@ def split_at_borders(
     last = piece == pieces[run] - 1
     ends: Offsets = np.where(last, (host + sizes)[run], borders[np.minimum(border, len(borders) - 1)])
     return begins, device[run] + (begins - host[run]), ends - begins
-
-
-def _with_joined_segments(shape: CopyShape) -> CopyShape:
-    """``shape`` with one segment per row where the segments of a row touch on both sides."""
-    if shape.segments == 1 or not shape.host.segment == shape.device.segment == shape.segment_bytes:
-        return shape
-    row = shape.row_bytes
-    return shape._replace(
-        segments=1,
-        segment_bytes=row,
-        host=shape.host._replace(segment=row),
-        device=shape.device._replace(segment=row),
-    )
 
 
 def _are_whole_pages(page_size: int, indices: Offsets) -> bool:

@@ -57,7 +57,13 @@ class TierReports:
             report = self._reports.get(tier.name)
             if report is None:
                 report = TierMetrics(tier.name)
-                report.declare(_declared(tier), OPERATIONS)
+                try:
+                    series = _series_of(tier)
+                except Exception:
+                    # A type of another package: its mistake must not cost the metrics of all tiers.
+                    logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
+                    series = OF_EVERY_TIER
+                report.declare(series, OPERATIONS)
             reports[tier.name] = report
             try:
                 known = gauges_of(tier)
@@ -194,16 +200,7 @@ OF_LOSSY_TIERS: Mapping[str, Sequence[str]] = {"lossy": LOSSY_CODECS}
 """Series of a tier from which pages may come back otherwise than they were."""
 
 
-def _declared(tier: PageStore) -> Mapping[str, Sequence[str]]:
-    try:
-        return _series_of(tier)
-    except Exception:
-        # A type of another package: its mistake must not cost the metrics of all tiers.
-        logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
-        return OF_EVERY_TIER
-
-
-def _series_of(tier: PageStore) -> dict[str, list[str]]:
+def _series_of(tier: PageStore) -> Mapping[str, Sequence[str]]:
     info = tier.describe()
     tables = [OF_EVERY_TIER, series_of_type(info.type)]
     if "admission" in info.details:
