@@ -49,7 +49,7 @@ class CheckedMemory:
             for layer, buffer in enumerate(self.device)
         ]
         registrations = [(self.host.data_ptr(), self.host.numel())]
-        self.stack = LayerStack.of(
+        self.stack = LayerStack(
             [[copy] for copy in copies],
             page_size=page_size,
             segments=segments,

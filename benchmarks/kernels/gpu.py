@@ -119,7 +119,7 @@ class Segments:
             segment_bytes=segment_bytes,
         )
         on_device = device_rows(self.device, page_size=1, row_stride=segment_bytes, segment_bytes=segment_bytes)
-        self.stack = LayerStack.of(
+        self.stack = LayerStack(
             [[(rows, on_device)]],
             page_size=1,
             segments=1,
@@ -428,7 +428,7 @@ def _model_stack(
         ]
         for layer in range(layers)
     ]
-    stack = LayerStack.of(
+    stack = LayerStack(
         copies,
         page_size=page_size,
         segments=1,

@@ -101,7 +101,7 @@ def imaginary_stack(case: SubmitCase, *, components: int = 2) -> LayerStack:
                     Rows(nothing, device, pool_tokens, Strides(page, row, row)),
                 )
             )
-    return LayerStack.of(
+    return LayerStack(
         layers,
         page_size=case.page_size,
         segments=1,

@@ -19,13 +19,7 @@ import torch
 from hicache_ext.bench.frame import Table, machine_facts, number, report, today
 from hicache_ext.config.values import format_size
 from hicache_ext.errors import CommandError, CopyError
-from hicache_ext.kernels.calibration import (
-    Calibration,
-    Measurement,
-    Situation,
-    calibration_file,
-    write_calibration,
-)
+from hicache_ext.kernels.calibration import Calibration, Measurement, calibration_file, write_calibration
 from hicache_ext.kernels.engine import SGLANG, Direction, Operation, ReferenceEngine
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.selection import ENGINES
@@ -140,7 +134,7 @@ def _measure_pool(layout: str, io_backend: str, heads: int, page_size: int) -> I
                             seconds[name] = _timed(partial(_by_engine, engine, stack, direction, host, device), stream)
                         except CopyError:
                             continue
-                yield Situation.of(operation).took({name: value / _LAYERS for name, value in seconds.items()})
+                yield Measurement.of(operation, {name: value / _LAYERS for name, value in seconds.items()})
     finally:
         pool.destroy()
 

@@ -30,8 +30,8 @@ MARGIN = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """What makes one engine faster than another."""
+class Measurement:
+    """What makes one engine faster than another, and how fast each was there."""
 
     direction: Direction
     layout: str
@@ -40,35 +40,23 @@ class Situation:
     """Bytes of a run, as far as the geometry says: pages that happen to be neighbours make longer ones."""
     bytes_per_layer: int
     indices: Literal["cpu", "device"]
+    seconds: Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+    """Per layer, submission included, by engine; empty where ``fastest`` is asked."""
 
     @classmethod
-    def of(cls, operation: Operation) -> Situation:
+    def of(cls, operation: Operation, seconds: dict[str, float]) -> Measurement:
         stack = operation.stack
         copies = len(stack.copies) // max(len(stack.layers), 1)
-        return cls(
-            operation.direction,
-            stack.layout,
-            stack.run_bytes,
-            operation.tokens * stack.shape.row_bytes * max(copies, 1),
-            "cpu" if operation.indices_on_cpu else "device",
-        )
+        moved = operation.tokens * stack.shape.row_bytes * max(copies, 1)
+        indices: Literal["cpu", "device"] = "cpu" if operation.indices_on_cpu else "device"
+        return cls(operation.direction, stack.layout, stack.run_bytes, moved, indices, seconds)
 
-    def took(self, seconds: dict[str, float]) -> Measurement:
-        return Measurement(self.direction, self.layout, self.run_bytes, self.bytes_per_layer, self.indices, seconds)
-
-    def distance(self, other: Situation) -> float:
+    def distance(self, other: Measurement) -> float:
         """Between sizes, in doublings; infinite where anything else differs."""
         if (self.direction, self.layout, self.indices) != (other.direction, other.layout, other.indices):
             return math.inf
         sizes = (self.run_bytes, other.run_bytes), (self.bytes_per_layer, other.bytes_per_layer)
         return sum(abs(math.log2(max(mine, 1) / max(theirs, 1))) for mine, theirs in sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement(Situation):
-    """Seconds per layer, submission included, by engine."""
-
-    seconds: Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +70,15 @@ class Calibration:
     version: Literal[1] = 1
     """Of the file's format."""
 
-    def fastest(self, situation: Situation, engines: Container[str]) -> str | None:
+    def fastest(self, wanted: Measurement, engines: Container[str]) -> str | None:
         """That of ``engines`` that is clearly faster than SGLang's own path where the sizes are nearest, ``SGLANG`` if
         none is. A file may name engines that no longer exist.
 
-        None if nothing like ``situation`` was measured together with SGLang's own path.
+        None if nothing like ``wanted`` was measured together with SGLang's own path.
         """
         measured = [one for one in self.measurements if SGLANG in one.seconds]
-        nearest = min(measured, key=situation.distance, default=None)
-        if nearest is None or math.isinf(situation.distance(nearest)):
+        nearest = min(measured, key=wanted.distance, default=None)
+        if nearest is None or math.isinf(wanted.distance(nearest)):
             return None
         seconds = nearest.seconds
         engine = min((name for name in seconds if name == SGLANG or name in engines), key=lambda name: seconds[name])

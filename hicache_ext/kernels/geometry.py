@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -78,31 +78,14 @@ Registration = tuple[int, int]
 """(address, bytes) of host memory that was registered with the driver in one call."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerStack:
-    """All layers of one pool: one shape, and per copy the two addresses at which it begins.
+    """All layers of one pool: one shape, and per copy the two addresses at which it begins. Never changes.
 
     An operation is planned once, relative to token 0; to submit a layer is to add its two addresses to the plan.
-    ``layers[i]`` are the copies of layer ``i`` (K and V, or the latent): first and one past the last. ``registrations``
-    is the page-locked host memory, empty where there is none. ``layout`` names the host layout and tells calibrated
-    speeds apart.
     """
 
-    copies: tuple[LayerCopy, ...]
-    layers: tuple[tuple[int, int], ...]
-    layout: str
-    registrations: tuple[Registration, ...]
-    shape: CopyShape
-    host_bases: NDArray[np.int64] = field(repr=False)
-    device_bases: NDArray[np.int64] = field(repr=False)
-    alignment: int
-    """The largest power of two, up to 16, that divides every address, stride and segment."""
-    is_registered: bool
-    """Whether every host row of every copy lies in registered memory."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         layers: Sequence[Sequence[LayerCopy]],
         *,
         page_size: int,
@@ -110,29 +93,27 @@ class LayerStack:
         segment_bytes: int,
         layout: str = "",
         registrations: Sequence[Registration] = (),
-    ) -> LayerStack:
-        """The stack of ``layers``. Raises ``ValueError`` if they do not share one shape, or if there are none."""
-        copies = tuple(copy for layer in layers for copy in layer)
+    ) -> None:
+        """``layers``: the copies of each (K and V, or the latent). ``layout`` names the host layout and tells
+        calibrated speeds apart; ``registrations`` is the page-locked host memory, empty where there is none. Raises
+        ``ValueError`` if the layers do not share one shape, or if there are none."""
+        self.copies = tuple(copy for layer in layers for copy in layer)
         shapes = {
-            CopyShape(page_size, segments, segment_bytes, host.strides, device.strides) for host, device in copies
+            CopyShape(page_size, segments, segment_bytes, host.strides, device.strides) for host, device in self.copies
         }
         if len(shapes) != 1:
             raise ValueError(f"a stack needs layers of one shape; got {len(shapes)}: {sorted(shapes)}")
-        shape = shapes.pop()
-        ends = np.cumsum([0, *(len(layer) for layer in layers)]).tolist()
-        host_bases, device_bases = np.array([(host.base, device.base) for host, device in copies], dtype=np.int64).T
-        numbers = [16, shape.segment_bytes, *shape.host, *shape.device, *host_bases.tolist(), *device_bases.tolist()]
-        return cls(
-            copies=copies,
-            layers=tuple(itertools.pairwise(ends)),
-            layout=layout,
-            registrations=tuple(sorted(registrations)),
-            shape=shape,
-            host_bases=host_bases,
-            device_bases=device_bases,
-            alignment=math.gcd(*numbers),
-            is_registered=_all_covered([host for host, _ in copies], shape, _merged(sorted(registrations))),
-        )
+        self.shape = shape = shapes.pop()
+        self.layers = tuple(itertools.pairwise(np.cumsum([0, *(len(layer) for layer in layers)]).tolist()))
+        """Of each layer, its first copy and one past its last."""
+        self.layout = layout
+        self.registrations = tuple(sorted(registrations))
+        bases = np.array([(host.base, device.base) for host, device in self.copies], dtype=np.int64)
+        self.host_bases, self.device_bases = bases.T
+        self.alignment = math.gcd(16, shape.segment_bytes, *shape.host, *shape.device, *bases.ravel().tolist())
+        """The largest power of two, up to 16, that divides every address, stride and segment."""
+        self.is_registered = _all_covered([host for host, _ in self.copies], shape, self.registrations)
+        """Whether every host row of every copy lies in registered memory."""
 
     @property
     def device(self) -> torch.device:
@@ -148,23 +129,17 @@ class LayerStack:
         return shape.segment_bytes
 
 
-def _all_covered(hosts: Sequence[Rows], shape: CopyShape, covered: Sequence[tuple[int, int]]) -> bool:
+def _all_covered(hosts: Sequence[Rows], shape: CopyShape, registrations: Sequence[Registration]) -> bool:
+    """``registrations`` sorted by address: a row may lie in several that touch."""
     for rows in hosts:
+        reached = rows.base
+        for address, size in registrations:
+            if address <= reached:
+                reached = max(reached, address + size)
         last = rows.address(max(rows.token_count - 1, 0), shape.segments - 1, shape.page_size)
-        if not any(start <= rows.base and last + shape.segment_bytes <= end for start, end in covered):
+        if reached < last + shape.segment_bytes:
             return False
     return True
-
-
-def _merged(registrations: Sequence[Registration]) -> list[tuple[int, int]]:
-    """(start, end) of what registrations cover, neighbours joined; ``registrations`` sorted by address."""
-    spans: list[tuple[int, int]] = []
-    for address, size in registrations:
-        if spans and spans[-1][1] == address:
-            spans[-1] = (spans[-1][0], address + size)
-        else:
-            spans.append((address, address + size))
-    return spans
 
 
 def page_tokens(pages: Sequence[int] | torch.Tensor, page_size: int) -> torch.Tensor:
@@ -263,7 +238,11 @@ def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) 
     if len(host_indices) == 0:
         nothing = np.empty(0, dtype=np.int64)
         return CopyPlan(nothing, nothing, nothing)
-    shape = _with_joined_segments(shape)
+    if shape.segments > 1 and shape.host.segment == shape.device.segment == shape.segment_bytes:
+        # The segments of a row touch on both sides.
+        row = shape.row_bytes
+        sides = shape.host._replace(segment=row), shape.device._replace(segment=row)
+        shape = CopyShape(shape.page_size, 1, row, *sides)
     whole = _are_whole_pages(shape.page_size, host_indices) and _are_whole_pages(shape.page_size, device_indices)
     tokens = shape.page_size if whole else 1
     host = _offsets(host_indices[::tokens], shape.page_size, shape.host)
@@ -298,19 +277,6 @@ def split_at_borders(
     last = piece == pieces[run] - 1
     ends: Offsets = np.where(last, (host + sizes)[run], borders[np.minimum(border, len(borders) - 1)])
     return begins, device[run] + (begins - host[run]), ends - begins
-
-
-def _with_joined_segments(shape: CopyShape) -> CopyShape:
-    """``shape`` with one segment per row where the segments of a row touch on both sides."""
-    if shape.segments == 1 or not shape.host.segment == shape.device.segment == shape.segment_bytes:
-        return shape
-    row = shape.row_bytes
-    return shape._replace(
-        segments=1,
-        segment_bytes=row,
-        host=shape.host._replace(segment=row),
-        device=shape.device._replace(segment=row),
-    )
 
 
 def _are_whole_pages(page_size: int, indices: Offsets) -> bool:

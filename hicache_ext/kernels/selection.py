@@ -62,11 +62,28 @@ class Selector:
         self.count(operation.direction, engine, reason)
         return engine
 
-    def failed(self, operation: Operation, engine: CopyEngine, error: CopyError) -> None:
-        """Leave the operation to SGLang's own path after ``engine`` failed, which is not asked again."""
-        self._made[engine.name] = None
-        logger.warning("copy engine %s failed and is given up: %s", engine.name, error)
-        self.count(operation.direction, None, "failed")
+    def begin(self, operation: Operation) -> Callable[..., bool]:
+        """Choose an engine, and plan ``operation`` once for all layers. The answer submits copies as ``Submit``, all
+        where it gets no numbers; False: the caller has to make these itself."""
+        engine = self.choose(operation)
+        copy: Submit | None = None
+
+        def submit(first: int = 0, last: int = len(operation.stack.copies)) -> bool:
+            nonlocal engine, copy
+            if engine is None:
+                return False
+            try:
+                copy = copy or engine.begin(operation)
+                copy(first, last)
+            except CopyError as error:
+                # What was submitted so far copied the right bytes; copying them again does no harm.
+                logger.warning("copy engine %s failed and is given up: %s", engine.name, error)
+                self.count(operation.direction, None, "failed")
+                self._made[engine.name] = None
+                engine = None
+            return engine is not None
+
+        return submit
 
     def count(self, direction: str, engine: CopyEngine | None, reason: str) -> None:
         """Count one operation; the first of its kind is logged."""
@@ -83,9 +100,9 @@ class Selector:
             return ReferenceEngine.name, "cpu"
         if self._calibration is None:
             return SGLANG, "not_calibrated"
-        from hicache_ext.kernels.calibration import Situation
+        from hicache_ext.kernels.calibration import Measurement
 
-        fastest = self._calibration.fastest(Situation.of(operation), self._makers)
+        fastest = self._calibration.fastest(Measurement.of(operation, {}), self._makers)
         return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
 
     def _made_engine(self, name: str) -> CopyEngine | None:
@@ -126,37 +143,3 @@ def make_selector(settings: KernelsConfig) -> Selector:
 
         calibration = calibration_of_machine()
     return Selector(ENGINES, engine=settings.engine, calibration=calibration)
-
-
-class Submission:
-    """One operation under way: planned once, submitted layer by layer in the current stream. For one thread."""
-
-    def __init__(self, operation: Operation, selector: Selector) -> None:
-        self._operation = operation
-        self._selector = selector
-        self._engine = selector.choose(operation)
-        self._copy: Submit | None = None
-        self.submitted: set[int] = set()
-        """Layers."""
-
-    def submit(self, layer: int) -> bool:
-        """Submit one layer of the stack; False if the caller has to copy this layer itself."""
-        self.submitted.add(layer)
-        return self._submit(*self._operation.stack.layers[layer])
-
-    def submit_all(self) -> bool:
-        """Submit all layers; False if the caller has to copy them itself."""
-        return self._submit(0, len(self._operation.stack.copies))
-
-    def _submit(self, first: int, last: int) -> bool:
-        if self._engine is None:
-            return False
-        try:
-            if self._copy is None:
-                self._copy = self._engine.begin(self._operation)
-            self._copy(first, last)
-        except CopyError as error:
-            # What was submitted so far copied the right bytes; copying them again does no harm.
-            self._selector.failed(self._operation, self._engine, error)
-            self._copy = self._engine = None
-        return self._engine is not None

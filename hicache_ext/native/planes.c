@@ -10,15 +10,16 @@
 
 /* -- planes -------------------------------------------------------------------------------------------------------- */
 
-struct split {
-    const uint8_t *page;
-    uint8_t *top;  /* Receives `count` bytes. */
-    uint8_t *rest; /* Receives what is left of the page: `count` bytes, of 32 bits three times as many. */
+struct planes {
+    uint8_t *page;
+    uint8_t *top;  /* `count` bytes. */
+    uint8_t *rest; /* What is left of the page: `count` bytes, of 32 bits three times as many. */
     int64_t bits;  /* 8, 16 or 32: of a number. */
     int64_t count;
+    int64_t join; /* 0: fill top and rest. 1: fill the page. */
 };
 
-WIDE PUBLIC int64_t hicache_split(const struct split *call)
+INLINE void split(const struct planes *call)
 {
     const uint8_t *restrict page = call->page;
     uint8_t *restrict top = call->top, *restrict rest = call->rest;
@@ -44,18 +45,9 @@ WIDE PUBLIC int64_t hicache_split(const struct split *call)
             rest[3 * at + 2] = (uint8_t)(high << 1 | low >> 7);
         }
     }
-    return 0;
 }
 
-struct join {
-    const uint8_t *top;
-    const uint8_t *rest;
-    uint8_t *page; /* Receives what was split. */
-    int64_t bits;
-    int64_t count;
-};
-
-WIDE PUBLIC int64_t hicache_join(const struct join *call)
+INLINE void join(const struct planes *call)
 {
     const uint8_t *restrict top = call->top, *restrict rest = call->rest;
     uint8_t *restrict page = call->page;
@@ -81,6 +73,15 @@ WIDE PUBLIC int64_t hicache_join(const struct join *call)
             page[4 * at + 3] = (uint8_t)(highest >> 1 | lowest << 7);
         }
     }
+}
+
+/* Returns 0. */
+WIDE PUBLIC int64_t hicache_planes(const struct planes *call)
+{
+    if (call->join)
+        join(call);
+    else
+        split(call);
     return 0;
 }
 
@@ -161,17 +162,18 @@ INLINE uint32_t decoded(uint8_t byte, int64_t code, float scale)
     return bits_of(float_of(chosen(size >= 8, (size << 20) + BIAS_8, small)) * scale) | (byte & UINT32_C(0x80)) << 24;
 }
 
-struct quantise {
-    const uint8_t *page; /* row_count rows of `length` numbers. */
-    int64_t kind;        /* BFLOAT16, FLOAT16 or FLOAT32. */
-    int64_t code;        /* INT8 or FP8. */
+struct rows {
+    uint8_t *page; /* row_count rows of `length` numbers. */
+    int64_t kind;  /* BFLOAT16, FLOAT16 or FLOAT32. */
+    int64_t code;  /* INT8 or FP8. */
     int64_t length;
     int64_t row_count;
-    unaligned_16 *scales; /* Receives a word of 16 bits for each row. */
-    uint8_t *codes;       /* Receives a byte for each number. */
+    unaligned_16 *scales; /* A word of 16 bits for each row; to restore a page, each less than 2**100, not negative. */
+    uint8_t *codes;       /* A byte for each number. */
+    int64_t restore;      /* 0: fill scales and codes. 1: fill the page. */
 };
 
-INLINE int64_t quantise(const struct quantise *call, int64_t kind, int64_t code)
+INLINE int64_t quantise(const struct rows *call, int64_t kind, int64_t code)
 {
     const int64_t length = call->length;
     const int64_t row_bytes = (kind == FLOAT32 ? 4 : 2) * length;
@@ -200,27 +202,7 @@ INLINE int64_t quantise(const struct quantise *call, int64_t kind, int64_t code)
     return 1;
 }
 
-/* Returns 0 where the page has a number that cannot be coded, else 1. */
-WIDE PUBLIC int64_t hicache_quantise(const struct quantise *call)
-{
-    if (call->kind == BFLOAT16)
-        return call->code == INT8 ? quantise(call, BFLOAT16, INT8) : quantise(call, BFLOAT16, FP8);
-    if (call->kind == FLOAT16)
-        return call->code == INT8 ? quantise(call, FLOAT16, INT8) : quantise(call, FLOAT16, FP8);
-    return call->code == INT8 ? quantise(call, FLOAT32, INT8) : quantise(call, FLOAT32, FP8);
-}
-
-struct restore {
-    const unaligned_16 *scales; /* As in struct quantise; each is less than 2**100, and not negative. */
-    const uint8_t *codes;
-    int64_t kind;
-    int64_t code;
-    int64_t length;
-    int64_t row_count;
-    uint8_t *page; /* Receives the numbers. */
-};
-
-INLINE int64_t restore(const struct restore *call, int64_t kind, int64_t code)
+INLINE int64_t restore(const struct rows *call, int64_t kind, int64_t code)
 {
     const int64_t length = call->length;
     const int64_t row_bytes = (kind == FLOAT32 ? 4 : 2) * length;
@@ -231,15 +213,20 @@ INLINE int64_t restore(const struct restore *call, int64_t kind, int64_t code)
         for (int64_t at = 0; at < length; at++)
             put_narrowed(page, at, kind, decoded(codes[at], code, scale));
     }
-    return 0;
+    return 1;
 }
 
-/* Fills the page. */
-WIDE PUBLIC int64_t hicache_restore(const struct restore *call)
+INLINE int64_t of_kind(const struct rows *call, int64_t kind, int64_t code)
+{
+    return call->restore ? restore(call, kind, code) : quantise(call, kind, code);
+}
+
+/* Returns 0 where the page has a number that cannot be coded, else 1. */
+WIDE PUBLIC int64_t hicache_rows(const struct rows *call)
 {
     if (call->kind == BFLOAT16)
-        return call->code == INT8 ? restore(call, BFLOAT16, INT8) : restore(call, BFLOAT16, FP8);
+        return call->code == INT8 ? of_kind(call, BFLOAT16, INT8) : of_kind(call, BFLOAT16, FP8);
     if (call->kind == FLOAT16)
-        return call->code == INT8 ? restore(call, FLOAT16, INT8) : restore(call, FLOAT16, FP8);
-    return call->code == INT8 ? restore(call, FLOAT32, INT8) : restore(call, FLOAT32, FP8);
+        return call->code == INT8 ? of_kind(call, FLOAT16, INT8) : of_kind(call, FLOAT16, FP8);
+    return call->code == INT8 ? of_kind(call, FLOAT32, INT8) : of_kind(call, FLOAT32, FP8);
 }

@@ -341,7 +341,8 @@ def digest_of_file(fd: int, size: int) -> bytes:
         while not problems and (number := next(numbers)) < pieces:
             try:
                 piece = buffer[: min(PIECE, size - number * PIECE)]
-                _fill(fd, piece, number * PIECE)
+                if read_into(fd, [piece], number * PIECE) < len(piece):
+                    raise WeightsError("a file of weights became shorter while it was read")
                 digests[number] = hashlib.sha256(piece).digest()
             except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
                 problems.append(error)
@@ -354,11 +355,6 @@ def digest_of_file(fd: int, size: int) -> bytes:
     if problems:
         raise problems[0]
     return hashlib.sha256(_DOMAIN + size.to_bytes(8, "little") + b"".join(digests)).digest()
-
-
-def _fill(fd: int, piece: memoryview, offset: int) -> None:
-    if read_into(fd, [piece], offset) < len(piece):
-        raise WeightsError("a file of weights became shorter while it was read")
 
 
 def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_File]:

@@ -30,7 +30,7 @@ from hicache_ext.config import KernelsConfig
 from hicache_ext.errors import ConfigError
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import LayerStack, device_rows, host_rows
-from hicache_ext.kernels.selection import Selector, Submission, make_selector
+from hicache_ext.kernels.selection import Selector, make_selector
 from hicache_ext.sglang import releases
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def around_back_up(
     refusal = _asks_for_more(original, later, named)
     refusal = refusal or _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
     copies = pool, Direction.BACK_UP, host_indices, device_indices
-    if not _serves(Direction.BACK_UP, refusal, lambda: _bound(pool).begin(*copies).submit_all()):
+    if not _serves(Direction.BACK_UP, refusal, lambda: _bound(pool).begin(*copies)()):
         original(pool, device_pool, host_indices, device_indices, io_backend, *later, **named)
 
 
@@ -189,11 +189,11 @@ class _Binding:
         ]
         # The host memory that is page-locked, in the pieces in which it was registered.
         registrations = tuple(getattr(pool.kv_buffer, _REGISTERED_RANGES, ())) if pool.pin_memory else ()
-        self.stack = LayerStack.of(layers, **shape, layout=pool.layout, registrations=registrations)
+        self.stack = LayerStack(layers, **shape, layout=pool.layout, registrations=registrations)
         self._layer_of = {layer_id: layer for layer, layer_id in enumerate(host_layers)}
         self._buffers = _buffers(pool)
-        self._loads: list[tuple[torch.Tensor, torch.Tensor, Submission]] = []
-        """With their index tensors, so that no other tensors can take the identity of these."""
+        self._loads: list[tuple[torch.Tensor, torch.Tensor, set[int], Callable[..., bool]]] = []
+        """With their index tensors, so that no other tensors can take the identity of these, and submitted layers."""
 
     def fits(self, pool: Any) -> bool:
         """Whether the pool still has the buffers that this was made from."""
@@ -206,18 +206,18 @@ class _Binding:
         between, sometimes with tensors of their own.
         """
         layer = self._layer_of[layer_id]
-        for host, device, submission in self._loads:
-            if host is host_indices and device is device_indices and layer not in submission.submitted:
-                return submission.submit(layer)
-        submission = self.begin(pool, Direction.LOAD, host_indices, device_indices)
-        self._loads = [(host_indices, device_indices, submission), *self._loads[: _LOADS_UNDER_WAY - 1]]
-        return submission.submit(layer)
+        for host, device, submitted, submit in self._loads:
+            if host is host_indices and device is device_indices and layer not in submitted:
+                submitted.add(layer)
+                return submit(*self.stack.layers[layer])
+        submit = self.begin(pool, Direction.LOAD, host_indices, device_indices)
+        self._loads = [(host_indices, device_indices, {layer}, submit), *self._loads[: _LOADS_UNDER_WAY - 1]]
+        return submit(*self.stack.layers[layer])
 
-    def begin(
-        self, pool: Any, direction: Direction, host_indices: torch.Tensor, device_indices: torch.Tensor
-    ) -> Submission:
-        host_indices, device_indices = _local_rows(pool, host_indices), _local_rows(pool, device_indices)
-        return Submission(Operation(self.stack, direction, host_indices, device_indices), _current_selector())
+    def begin(self, pool: Any, direction: Direction, *indices: torch.Tensor) -> Callable[..., bool]:
+        """``indices``: of the host, and of the device."""
+        local = [_local_rows(pool, of_side) for of_side in indices]
+        return _current_selector().begin(Operation(self.stack, direction, *local))
 
 
 _bindings: weakref.WeakKeyDictionary[Any, _Binding] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from benchmarks.kernels.report import OUTSTANDING
 from benchmarks.kernels.submit import LAYOUTS, SubmitCase, measure
 from hicache_ext.bench import kernels
 from hicache_ext.cli.main import main
-from hicache_ext.kernels.calibration import Calibration, Situation, read_calibration
+from hicache_ext.kernels.calibration import Calibration, Measurement, read_calibration
 from hicache_ext.kernels.engine import Direction
 
 
@@ -48,8 +48,9 @@ def test_a_calibration_without_a_gpu_is_refused_in_one_sentence(capsys: pytest.C
 def test_what_was_measured_is_shown_written_and_kept_for_servers_only_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = Situation(Direction.LOAD, "page_first_direct", 65536, 1 << 20, "cpu")
-    found = Calibration("a GPU", "570", "today", (where.took({"sglang": 2e-4, "batched_dma": 1e-4}),))
+    seconds = {"sglang": 2e-4, "batched_dma": 1e-4}
+    measured = Measurement(Direction.LOAD, "page_first_direct", 65536, 1 << 20, "cpu", seconds)
+    found = Calibration("a GPU", "570", "today", (measured,))
     monkeypatch.setattr(kernels, "calibrate", lambda *_: found)
     kept, figures = tmp_path / "hicache_ext" / "kernels" / "a-gpu.json", tmp_path / "kernels.json"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -45,7 +45,7 @@ def plain_memory(
         )
         on_device = device_rows(buffer, page_size=page_size, row_stride=row, segment_bytes=row)
         copies.append([(rows, on_device)])
-    stack = LayerStack.of(
+    stack = LayerStack(
         copies,
         page_size=page_size,
         segments=1,

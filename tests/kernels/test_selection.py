@@ -14,7 +14,6 @@ from hicache_ext.errors import CalibrationError, CopyError
 from hicache_ext.kernels.calibration import (
     Calibration,
     Measurement,
-    Situation,
     calibration_file,
     read_calibration,
     write_calibration,
@@ -25,7 +24,7 @@ from hicache_ext.kernels.selection import ENGINES, Selector
 from hicache_ext.runtime.metrics import TierMetrics
 from tests.kernels.stacks import plain_memory
 
-SMALL = Situation(Direction.LOAD, "page_first_direct", 4096, 1 << 20, "cpu")
+SMALL = Measurement(Direction.LOAD, "page_first_direct", 4096, 1 << 20, "cpu", {})
 LARGE = replace(SMALL, run_bytes=65536, bytes_per_layer=1 << 24)
 
 
@@ -34,8 +33,8 @@ def calibration(*measurements: Measurement) -> Calibration:
 
 
 FIGURES = calibration(
-    SMALL.took({"sglang": 10e-6, "triton": 5e-6, "batched_dma": 40e-6}),
-    LARGE.took({"sglang": 100e-6, "triton": 90e-6, "batched_dma": 50e-6}),
+    replace(SMALL, seconds={"sglang": 10e-6, "triton": 5e-6, "batched_dma": 40e-6}),
+    replace(LARGE, seconds={"sglang": 100e-6, "triton": 90e-6, "batched_dma": 50e-6}),
 )
 
 
@@ -46,13 +45,13 @@ def test_the_fastest_of_the_nearest_measurement_is_chosen() -> None:
 
 
 def test_the_baseline_stays_where_nothing_is_clearly_faster() -> None:
-    close = calibration(SMALL.took({"sglang": 10e-6, "triton": 9.8e-6}))
+    close = calibration(replace(SMALL, seconds={"sglang": 10e-6, "triton": 9.8e-6}))
     assert close.fastest(SMALL, ENGINES) == "sglang"
 
 
 def test_the_fastest_is_one_of_the_engines_that_exist() -> None:
     """One was given up after others had calibrated with it."""
-    former = calibration(SMALL.took({"sglang": 10e-6, "triton": 5e-6, "rectangle_dma": 4e-6}))
+    former = calibration(replace(SMALL, seconds={"sglang": 10e-6, "triton": 5e-6, "rectangle_dma": 4e-6}))
     assert former.fastest(SMALL, ENGINES) == "triton"
     assert former.fastest(SMALL, ["batched_dma"]) == "sglang"
 
@@ -64,7 +63,7 @@ def test_nothing_is_concluded_from_figures_of_something_else_or_without_the_base
         replace(SMALL, indices="device"),
     ):
         assert FIGURES.fastest(other, ENGINES) is None
-    assert calibration(SMALL.took({"triton": 1e-6})).fastest(SMALL, ENGINES) is None
+    assert calibration(replace(SMALL, seconds={"triton": 1e-6})).fastest(SMALL, ENGINES) is None
     assert calibration().fastest(SMALL, ENGINES) is None
 
 
@@ -102,7 +101,7 @@ def test_a_file_that_is_no_calibration_is_refused_in_one_sentence(tmp_path: Path
 def test_impossible_seconds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     for value in (0.0, -1.0, float("nan"), float("inf")):
-        write_calibration(path, calibration(SMALL.took({"sglang": value})))
+        write_calibration(path, calibration(replace(SMALL, seconds={"sglang": value})))
         with pytest.raises(CalibrationError):
             read_calibration(path)
 
@@ -155,13 +154,13 @@ def test_on_the_cpu_it_is_the_reference() -> None:
 
 def test_on_a_gpu_it_is_sglangs_own_path_until_there_is_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     load = operation()
-    here = Situation.of(load)
+    here = Measurement.of(load, {})
     on_a_gpu(monkeypatch)
     makers = {"triton": ReferenceEngine}
     assert chosen(selecting(makers), load) == (None, "sglang: not_calibrated")
-    faster = calibration(here.took({"sglang": 2.0, "triton": 1.0}))
+    faster = calibration(replace(here, seconds={"sglang": 2.0, "triton": 1.0}))
     assert chosen(selecting(makers, calibration=faster), load) == ("reference", "reference: calibrated")
-    slower = calibration(here.took({"sglang": 1.0, "triton": 2.0}))
+    slower = calibration(replace(here, seconds={"sglang": 1.0, "triton": 2.0}))
     assert chosen(selecting(makers, calibration=slower), load) == (None, "sglang: calibrated")
     assert chosen(selecting(makers, calibration=FIGURES), load)[1].endswith(": calibrated")
     assert chosen(selecting(makers, calibration=calibration()), load) == (None, "sglang: not_measured")

@@ -14,7 +14,7 @@ import torch
 from hicache_ext.errors import CopyError
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
 from hicache_ext.kernels.geometry import LayerStack
-from hicache_ext.kernels.selection import Selector, Submission
+from hicache_ext.kernels.selection import Selector
 
 
 def copy_now(engine: CopyEngine, operation: Operation, layers: Sequence[int] | None = None) -> None:
@@ -72,9 +72,9 @@ class LayerwiseLoader:
         events = []
         with self._in_stream(self._load_stream, host_indices, device_indices):
             operation = Operation(self._stack, Direction.LOAD, host_indices, device_indices)
-            submission = Submission(operation, self._selector)
-            for layer in range(len(self._stack.layers)):
-                if not submission.submit(layer):
+            submit = self._selector.begin(operation)
+            for layer, copies in enumerate(self._stack.layers):
+                if not submit(*copies):
                     self._fall_back(operation, [layer])
                 event = self._device_module.Event()
                 event.record()
@@ -85,7 +85,7 @@ class LayerwiseLoader:
         """Device to host, all layers; the event that tells when the bytes are in host memory. Errors as ``load``."""
         with self._in_stream(self._back_up_stream, host_indices, device_indices):
             operation = Operation(self._stack, Direction.BACK_UP, host_indices, device_indices)
-            if not Submission(operation, self._selector).submit_all():
+            if not self._selector.begin(operation)():
                 self._fall_back(operation)
             event = self._device_module.Event()
             event.record()

@@ -271,13 +271,13 @@ def test_a_file_that_gets_shorter_under_the_reader_is_a_problem_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(tmp_path / "model")
-    fill = module._fill
+    read = module.read_into
 
-    def cut(fd: int, piece: memoryview, offset: int) -> None:
+    def cut(fd: int, pieces: list[memoryview], offset: int) -> int:
         os.truncate(model / "model.safetensors", 100)
-        fill(fd, piece, offset)
+        return read(fd, pieces, offset)
 
-    monkeypatch.setattr(module, "_fill", cut)
+    monkeypatch.setattr(module, "read_into", cut)
     fingerprint = ModelFingerprint(str(model))
     fingerprint.start()
     fingerprint.done.wait(60)

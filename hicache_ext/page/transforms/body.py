@@ -15,10 +15,7 @@ from hicache_ext.page.transforms import header as headers
 from hicache_ext.page.transforms.codec import PageCodec, Paying
 from hicache_ext.page.transforms.forms import Form
 from hicache_ext.page.transforms.header import HEADER_LENGTH, RAW, Header
-from hicache_ext.page.transforms.sealing import CipherKind, SealKey, SealMode, fastest_cipher
-
-SEAL_CIPHER = "seal_cipher"
-"""Why a page is not served that may be good: its cipher cannot be had here, for whatever reason (FIPS)."""
+from hicache_ext.page.transforms.sealing import SealKey, SealMode, fastest_cipher
 
 Room = Callable[[int], memoryview]
 """Memory of the caller's, of so many bytes, until it asks again."""
@@ -62,7 +59,7 @@ def write(
         plain = None
         gather(pieces, stored[HEADER_LENGTH : head.body_end])
     if form.key is not None:
-        form.key.seal(head.seal, head.cipher, salt, stored_key, stored[: head.end], plain)
+        form.key.seal(head, stored_key, stored, plain)
 
 
 def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room) -> str | None:
@@ -70,7 +67,7 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     anything that has a right seal.
 
     The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (one that is not
-    its page's), ``SEAL_CIPHER``, ``payload_length``, and those of codecs.
+    its page's), ``seal_cipher`` (which cannot be had here), ``payload_length``, and those of codecs.
     """
     payload = sum([segment.nbytes for segment in segments])
     head = _header(stored, form)
@@ -82,7 +79,7 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
     if form.key is not None:
         if form.hides:
             plain = segments[0] if form.codec is None and len(segments) == 1 else room(head.body_length)
-        reason = _reason_of_seal(form.key, head, stored_key, stored, plain)
+        reason = form.key.unseal(head, stored_key, stored, plain)
         if reason is not None:
             if plain is not None:
                 # The cipher has written what nobody has vouched for.
@@ -106,7 +103,7 @@ def reason_it_is_not_sealed(stored: memoryview, stored_key: bytes, form: Form) -
     head = _header(stored, form)
     if isinstance(head, str):
         return head
-    return None if form.key is None else _reason_of_seal(form.key, head, stored_key, stored)
+    return None if form.key is None else form.key.unseal(head, stored_key, stored)
 
 
 def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: SealMode) -> bool:
@@ -115,9 +112,7 @@ def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: Se
         head = headers.decode(stored)
     except FormatError:
         return False
-    if (head.seal, head.key_id) != (mode, key.id.encode()) or head.cipher not in tuple(CipherKind):
-        return False
-    return _reason_of_seal(key, head, stored_key, stored) is None
+    return (head.seal, head.key_id) == (mode, key.id.encode()) and key.unseal(head, stored_key, stored) is None
 
 
 def _header(stored: memoryview, form: Form) -> Header | str:
@@ -136,21 +131,7 @@ def _header(stored: memoryview, form: Form) -> Header | str:
     if head.key_id != form.key.id.encode():
         return "seal_key"
     mode = SealMode.ENCRYPT if form.hides else SealMode.AUTHENTICATE
-    return head if head.seal == mode and head.cipher in tuple(CipherKind) else "seal_form"
-
-
-def _reason_of_seal(
-    key: SealKey, head: Header, stored_key: bytes, stored: memoryview, plain: memoryview | None = None
-) -> str | None:
-    """Why a page is not as it was sealed; ``plain`` takes the body of an encrypted one, where it is wanted."""
-    if head.seal == SealMode.ENCRYPT and plain is None:
-        # Its length is not more than what is stored.
-        plain = np.empty(head.body_length, np.uint8).data
-    try:
-        is_whole = key.unseal(head.seal, head.cipher, head.salt, stored_key, stored[: head.end], plain)
-    except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone
-        return SEAL_CIPHER
-    return None if is_whole else "seal_tag"
+    return head if head.seal == mode else "seal_form"
 
 
 def in_one_piece(segments: Sequence[memoryview], room: Room) -> memoryview:

@@ -30,14 +30,9 @@ Bits = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 
 
-class _SplitPage(native.Arguments):
-    function = "hicache_split"
-    _fields_ = words("page top rest bits count")
-
-
-class _JoinPlanes(native.Arguments):
-    function = "hicache_join"
-    _fields_ = words("top rest page bits count")
+class _Planes(native.Arguments):
+    function = "hicache_planes"
+    _fields_ = words("page top rest bits count join")
 
 
 _PIECE = 64 << 10
@@ -59,24 +54,23 @@ class Split:
 
     def split(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
         """Fill ``top`` and ``rest``."""
-        self._check(page, top, rest)
-        if core := native.core():
-            core(_SplitPage(address(page), address(top), address(rest), self.bits, top.size))
-        else:
+        if not self._by_core(page, top, rest, join=False):
             self.split_in_numpy(page, top, rest)
 
     def join(self, top: Bytes, rest: Bytes, page: Bytes) -> None:
         """Fill ``page``."""
-        self._check(page, top, rest)
-        if core := native.core():
-            core(_JoinPlanes(address(top), address(rest), address(page), self.bits, top.size))
-        else:
+        if not self._by_core(page, top, rest, join=True):
             self.join_in_numpy(top, rest, page)
 
-    def _check(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
-        """The core does not look where arrays end. Raises ValueError: a programming error."""
+    def _by_core(self, page: Bytes, top: Bytes, rest: Bytes, *, join: bool) -> bool:
+        """False where there is no core, which does not look where arrays end. Raises ValueError: a programming
+        error."""
         if page.size % self.group or (top.size, rest.size) != self.planes(page.size):
             raise ValueError(f"{page.size} bytes are not {top.size} and {rest.size} of {self.bits} bits")
+        if (core := native.core()) is None:
+            return False
+        core(_Planes(address(page), address(top), address(rest), self.bits, top.size, join))
+        return True
 
     def split_in_numpy(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
         for piece, of_top, of_rest in self._pieces(page, top, rest):
@@ -147,14 +141,9 @@ _NUMBERS = 16 << 10
 """Numbers of a page that numpy takes at once."""
 
 
-class _Quantise(native.Arguments):
-    function = "hicache_quantise"
-    _fields_ = words("page kind code length row_count scales codes")
-
-
-class _Restore(native.Arguments):
-    function = "hicache_restore"
-    _fields_ = words("scales codes kind code length row_count page")
+class _Rows(native.Arguments):
+    function = "hicache_rows"
+    _fields_ = words("page kind code length row_count scales codes restore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,28 +164,26 @@ class Rows:
 
     def quantise(self, page: Words, scales: Words, codes: Bytes) -> bool:
         """Fill ``scales`` and ``codes``. False where the page has a number of 2**100 or more, an infinity or a NaN."""
-        self._check(page, scales, codes)
-        if (core := native.core()) is None:
-            return self.quantise_in_numpy(page, scales, codes)
-        how = KINDS[self.dtype], self.code == "fp8", self.length, len(scales)
-        return bool(core(_Quantise(address(page), *how, address(scales), address(codes))))
+        done = self._by_core(page, scales, codes, restore=False)
+        return self.quantise_in_numpy(page, scales, codes) if done is None else done
 
     def restore(self, scales: Words, codes: Bytes, page: Words) -> bool:
         """Fill ``page``. False where these are no scales."""
-        self._check(page, scales, codes)
         if scales.size and int(scales.max()) >= _LARGEST_SCALE:
             return False
-        if core := native.core():
-            how = KINDS[self.dtype], self.code == "fp8", self.length, len(scales)
-            core(_Restore(address(scales), address(codes), *how, address(page)))
-        else:
+        if self._by_core(page, scales, codes, restore=True) is None:
             self.restore_in_numpy(scales, codes, page)
         return True
 
-    def _check(self, page: Words, scales: Words, codes: Bytes) -> None:
-        """The core does not look where arrays end. Raises ValueError: a programming error."""
+    def _by_core(self, page: Words, scales: Words, codes: Bytes, *, restore: bool) -> bool | None:
+        """What the core answers; None where there is none. It does not look where arrays end. Raises ValueError: a
+        programming error."""
         if codes.size != scales.size * self.length or page.size != codes.size * self.words:
             raise ValueError(f"{page.size} words are not {scales.size} rows of {self.length} numbers")
+        if (core := native.core()) is None:
+            return None
+        how = KINDS[self.dtype], self.code == "fp8", self.length, len(scales)
+        return bool(core(_Rows(address(page), *how, address(scales), address(codes), restore)))
 
     def quantise_in_numpy(self, page: Words, scales: Words, codes: Bytes) -> bool:
         largest = np.float32(448.0 if self.code == "fp8" else 127.0)

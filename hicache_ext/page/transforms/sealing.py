@@ -24,13 +24,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.transforms.header import HEADER_LENGTH, SALT_LENGTH, TAG_LENGTH
+from hicache_ext.page.transforms.header import HEADER_LENGTH, SALT_LENGTH, TAG_LENGTH, Header
+
+SEAL_CIPHER: Final = "seal_cipher"
+"""Why a page is not served that may be good: its cipher cannot be had here, for whatever reason (FIPS)."""
 
 _DOMAIN = b"hicache_ext/seal/1"
 _NONCE = bytes(12)
@@ -118,35 +121,40 @@ class SealKey:
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
-    def seal(
-        self, mode: int, kind: int, salt: bytes, stored_key: bytes, sealed: memoryview, body: memoryview | None
-    ) -> None:
-        """Seal a page. ``sealed`` is the memory of header, body and tag, the header written. ENCRYPT takes the body
-        from ``body``, which is other memory; AUTHENTICATE finds it in ``sealed``."""
-        cipher = self._cipher(kind, salt, stored_key)
-        if mode == SealMode.ENCRYPT:
+    def seal(self, head: Header, stored_key: bytes, stored: memoryview, body: memoryview | None) -> None:
+        """Seal a page. ``stored`` begins with the memory of header, body and tag, the header written. ENCRYPT takes the
+        body from ``body``, which is other memory; AUTHENTICATE finds it in ``stored``."""
+        cipher, sealed = self._cipher(head, stored_key), stored[: head.end]
+        if head.seal == SealMode.ENCRYPT:
             cipher.encrypt_into(_NONCE, body, sealed[:HEADER_LENGTH], sealed[HEADER_LENGTH:])
         else:
             sealed[-TAG_LENGTH:] = cipher.encrypt(_NONCE, b"", sealed[:-TAG_LENGTH])
 
     def unseal(
-        self, mode: int, kind: int, salt: bytes, stored_key: bytes, sealed: memoryview, body: memoryview | None
-    ) -> bool:
-        """Whether a page is as it was sealed. ``sealed``: header, body and tag as stored. ENCRYPT writes the body into
-        ``body``: it may hold anything where the answer is False."""
-        cipher = self._cipher(kind, salt, stored_key)
+        self, head: Header, stored_key: bytes, stored: memoryview, body: memoryview | None = None
+    ) -> Literal["seal_form", "seal_tag", "seal_cipher"] | None:
+        """Why a page is not as it was sealed (``body.read``); None where it is. ENCRYPT writes the body into ``body``,
+        where it is wanted: it may hold anything where the page is refused."""
+        if head.cipher not in self._kinds:
+            return "seal_form"
+        sealed = stored[: head.end]
         try:
-            if mode == SealMode.ENCRYPT:
+            cipher = self._cipher(head, stored_key)
+            if head.seal == SealMode.ENCRYPT:
+                # Its length is not more than what is stored.
+                body = np.empty(head.body_length, np.uint8).data if body is None else body
                 cipher.decrypt_into(_NONCE, sealed[HEADER_LENGTH:], sealed[:HEADER_LENGTH], body)
             else:
                 cipher.decrypt(_NONCE, sealed[-TAG_LENGTH:], sealed[:-TAG_LENGTH])
         except self._invalid_tag:
-            return False
-        return True
+            return "seal_tag"
+        except Exception:  # noqa: BLE001 - a cryptographic library's errors end here: they are of this page alone
+            return SEAL_CIPHER
+        return None
 
-    def _cipher(self, kind: int, salt: bytes, stored_key: bytes) -> Any:
+    def _cipher(self, head: Header, stored_key: bytes) -> Any:
         """With the key of one page."""
-        return self._kinds[kind](hmac.digest(self._pages, salt + stored_key, hashlib.sha256))
+        return self._kinds[head.cipher](hmac.digest(self._pages, head.salt + stored_key, hashlib.sha256))
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,9 @@ class TierStore(abc.ABC):
         return self._moved("set", self._write, batch, SetResult.STORED)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._answer("contains", self._has_each, keys, [False] * len(keys))
+        return self._answer(
+            "contains", lambda asked: one_for_each(self._has(asked), len(asked)), keys, [False] * len(keys)
+        )
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         return self._answer("count_leading", self._lead, keys, 0)
@@ -251,9 +253,6 @@ class TierStore(abc.ABC):
                 return none
             self._note_answered(call)
             return answer
-
-    def _has_each(self, keys: Sequence[bytes]) -> list[bool]:
-        return one_for_each(self._has(keys), len(keys))
 
     def _note_answered(self, call: str) -> None:
         kind = None if is_probe() else _KINDS.get(call)

@@ -57,7 +57,13 @@ class TierReports:
             report = self._reports.get(tier.name)
             if report is None:
                 report = TierMetrics(tier.name)
-                report.declare(_declared(tier), OPERATIONS)
+                try:
+                    series = _series_of(tier)
+                except Exception:
+                    # A type of another package: its mistake must not cost the metrics of all tiers.
+                    logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
+                    series = OF_EVERY_TIER
+                report.declare(series, OPERATIONS)
             reports[tier.name] = report
             try:
                 known = gauges_of(tier)
@@ -194,29 +200,19 @@ OF_LOSSY_TIERS: Mapping[str, Sequence[str]] = {"lossy": LOSSY_CODECS}
 """Series of a tier from which pages may come back otherwise than they were."""
 
 
-def _declared(tier: PageStore) -> Mapping[str, Sequence[str]]:
-    try:
-        return _series_of(tier)
-    except Exception:
-        # A type of another package: its mistake must not cost the metrics of all tiers.
-        logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
-        return OF_EVERY_TIER
-
-
-def _series_of(tier: PageStore) -> dict[str, list[str]]:
+def _series_of(tier: PageStore) -> Mapping[str, Sequence[str]]:
     info = tier.describe()
-    series = {event: list(reasons) for event, reasons in OF_EVERY_TIER.items()}
-    for event, reasons in series_of_type(info.type).items():
-        series.setdefault(event, []).extend(reasons)
+    tables = [OF_EVERY_TIER, series_of_type(info.type)]
     if "admission" in info.details:
-        series |= {event: list(reasons) for event, reasons in OF_ADMITTING_TIERS.items()}
+        tables.append(OF_ADMITTING_TIERS)
     if {"seal", "codec"} & info.details.keys():
-        for event, reasons in OF_SEALED_TIERS.items():
-            series.setdefault(event, []).extend(reasons)
+        tables.append(OF_SEALED_TIERS)
     if str(info.details.get("codec", "")).startswith(LOSSY_CODECS):
-        for event, reasons in OF_LOSSY_TIERS.items():
+        tables.append(OF_LOSSY_TIERS)
+    if paths := info.details.get("paths"):
+        tables.append(dict.fromkeys(("path_out_of_service", "path_back_in_service"), paths))
+    series: dict[str, list[str]] = {}
+    for table in tables:
+        for event, reasons in table.items():
             series.setdefault(event, []).extend(reasons)
-    for path in info.details.get("paths", ()):
-        for event in ("path_out_of_service", "path_back_in_service"):
-            series.setdefault(event, []).append(path)
     return series

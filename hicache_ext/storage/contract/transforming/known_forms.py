@@ -16,6 +16,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.page.transforms import body
 from hicache_ext.page.transforms.forms import Form, Forms, Transforms
+from hicache_ext.page.transforms.sealing import SEAL_CIPHER
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract import tenants
@@ -57,11 +58,6 @@ class KnownForms:
         """Whether pages are to be encoded that are written in one of these."""
         codec = forms.written[-1].codec
         return codec is not None and (self.paying is None or self.paying.may_pay(codec))
-
-    def note_moved(self, call: str, batch: PageBatch, began: float, moved: int) -> None:
-        """So many pages of a batch of stored pages went to or came from the medium since ``began``."""
-        if moved and self.paying is not None:
-            self.paying.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
 
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
         """In which form, a place among all, each page is there."""
@@ -187,7 +183,7 @@ class BadSeals:
                     self._seen.pop(stored_key, None)
                     return True
                 # One of a missing cipher may be good for others.
-                if reason == body.SEAL_CIPHER or not self._remove(stored_key, stored):
+                if reason == SEAL_CIPHER or not self._remove(stored_key, stored):
                     return False
             return False
 

@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 _LEADING_AT_ONCE = 256
+_MOVED = {"get": GetResult.HIT, "set": SetResult.STORED}
 _LOSSY = {CODEC_NUMBERS[name]: name for name in LOSSY_CODECS}
 
 
@@ -228,7 +229,7 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
         plain = [page for page, form in enumerate(chosen) if form.plain]
-        self._move_plain(known, "get", self.inner.get, batch, plain, results, GetResult.HIT)
+        self._move_plain(known, "get", batch, plain, results)
         coded = [page for page, form in enumerate(chosen) if not form.plain]
         portions = self._portions.of(coded, [chosen[page].stored_length(batch.sizes[page]) for page in coded])
 
@@ -258,9 +259,7 @@ class TransformedStore(DelegatingStore):
         lengths = [forms[i].stored_length(batch.sizes[i]) for i in positions]
         with self._memory.lent_to_call(lengths) as rooms:
             asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
-            began = time.monotonic()
-            answers = one_for_each(self.inner.get(asked), len(positions))
-            known.note_moved("get", asked, began, answers.count(GetResult.HIT))
+            answers: list[GetResult] = self._move(known, "get", asked)
             hits = [page for page, answer in enumerate(answers) if answer is GetResult.HIT]
 
             def unpack(number: int) -> None:
@@ -331,7 +330,7 @@ class TransformedStore(DelegatingStore):
                     results[position] = answer
 
         self._portions.run(len(portions), write)
-        self._move_plain(known, "set", self.inner.set, batch, sorted(plain), results, SetResult.STORED)
+        self._move_plain(known, "set", batch, sorted(plain), results)
         return results
 
     def _write_portion(
@@ -364,10 +363,8 @@ class TransformedStore(DelegatingStore):
             kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
             if kept:
                 given = given.select([page for page in range(len(batch)) if page not in kept])
-            began = time.monotonic()
-            answers = iter(one_for_each(self.inner.set(given), len(given)))
+            answers = iter(self._move(known, "set", given))
             written = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
-            known.note_moved("set", given, began, written.count(SetResult.STORED))
         for page, answer in zip(some, written, strict=True):
             results[page] = answer
         return results
@@ -387,25 +384,21 @@ class TransformedStore(DelegatingStore):
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
+    def _move(self, known: KnownForms, call: str, batch: PageBatch) -> list[Any]:
+        """What ``inner`` answers to ``get`` or ``set``; how long it took says whether encoding pays."""
+        began = time.monotonic()
+        answers = one_for_each(getattr(self.inner, call)(batch), len(batch))
+        if known.paying is not None and (moved := answers.count(_MOVED[call])):
+            known.paying.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
+        return answers
+
     def _move_plain(
-        self,
-        known: KnownForms,
-        call: str,
-        move: Callable[[PageBatch], list[_Result]],
-        batch: PageBatch,
-        positions: Sequence[int],
-        results: list[_Result],
-        moved: _Result,
+        self, known: KnownForms, call: str, batch: PageBatch, positions: Sequence[int], results: list[_Result]
     ) -> None:
         """Move pages that are stored as they are: straight between the store and their places."""
-        if not positions:
-            return
-        pages = batch.select(positions)
-        began = time.monotonic()
-        answers = one_for_each(move(pages), len(pages))
-        known.note_moved(call, pages, began, answers.count(moved))
-        for position, answer in zip(positions, answers, strict=True):
-            results[position] = answer
+        if positions:
+            for position, answer in zip(positions, self._move(known, call, batch.select(positions)), strict=True):
+                results[position] = answer
 
     def _moved(
         self,
