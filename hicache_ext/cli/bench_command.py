@@ -12,7 +12,7 @@ from hicache_ext.cli.output import describe
 _FAILED = "something could not be measured, or a contender answered wrongly"
 
 
-def configure_bench(parser: argparse.ArgumentParser) -> None:
+def bench_command(parser: argparse.ArgumentParser) -> None:
     """Add a sub-command for each benchmark."""
     actions = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import Target, add_target, directories_of, targets
-from hicache_ext.cli.output import describe, fitted, progress, rough_span, show
+from hicache_ext.cli.inputs import TARGET, Target, directories_of, targets
+from hicache_ext.cli.output import argument, command, fitted, one_of, progress, rough_span, show
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.errors import ConfigError, FormatError, StoreError
 from hicache_ext.page import envelope
@@ -130,17 +130,8 @@ _AMOUNTS = ("pages", "bytes", "hits", "last written", "last used")
 _NOT_READ = "the directory cannot be read"
 
 
-def configure_ls(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache", run=_ls, problem=_NOT_READ)
-
-
-def configure_stat(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache --json", run=_stat, problem=_NOT_READ)
-
-
-def _ls(arguments: argparse.Namespace) -> int:
+@command(TARGET, examples=("hicache.yaml", "/mnt/nvme0/hicache"), problem=_NOT_READ)
+def ls_command(arguments: argparse.Namespace) -> int:
     trouble = Trouble()
     found = groups_of(directories_of(arguments.target), trouble)
     code = trouble.told()
@@ -170,7 +161,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _stat(arguments: argparse.Namespace) -> int:
+@command(TARGET, examples=("hicache.yaml", "/mnt/nvme0/hicache --json"), problem=_NOT_READ)
+def stat_command(arguments: argparse.Namespace) -> int:
     trouble = Trouble()
     tiers = [found for target in targets(arguments.target) if (found := _stat_of(target, trouble))]
     code = trouble.told()
@@ -330,23 +322,17 @@ def _by_its_document(stored_as: object, payload: memoryview) -> str:
 _REMOVE_BATCH = 256
 
 
-def configure_verify(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    parser.add_argument("--remove", action="store_true", help="remove the pages that are bad")
-    describe(
-        parser,
-        "/mnt/nvme0/hicache",
-        "/mnt/nvme0/hicache --remove --json",
-        run=_verify,
-        problem="bad pages are there, or pages could not be looked at",
-    )
-
-
 _Bad = tuple[str, bytes | None]
 """The reason, and which copy of the page it is (``envelope.page_seal``), where it is whole but for its seal."""
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+@command(
+    TARGET,
+    argument("--remove", action="store_true", help="remove the pages that are bad"),
+    examples=("/mnt/nvme0/hicache", "/mnt/nvme0/hicache --remove --json"),
+    problem="bad pages are there, or pages could not be looked at",
+)
+def verify_command(arguments: argparse.Namespace) -> int:
     counts = dict.fromkeys(("good", "evicted", "not_looked_at", "removed"), 0)
     counts |= dict.fromkeys(_OTHER_KINDS, 0)
     bad_pages: list[dict[str, str | None]] = []
@@ -436,33 +422,11 @@ _LEAST_DIGITS = 8
 _DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
 
 
-def configure_gc(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    describe(parser, "/mnt/nvme0/hicache --dry-run", run=_gc, problem="the directory cannot be read or changed")
+_DRY_RUN = argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
-def configure_clear(parser: argparse.ArgumentParser) -> None:
-    # One directory, by its name: a configuration may hold tiers that other nodes share.
-    parser.add_argument("path", type=Path, metavar="PATH", help="a directory of a file tier")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="remove the pages of this model (its name as `hicache-ext ls` prints it)")
-    what.add_argument(
-        "--identity", help=f"remove the pages of this identity ({_LEAST_DIGITS} of its digits or more, see `ls`)"
-    )
-    what.add_argument("--all", action="store_true", help="remove all pages of this package")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at")
-    describe(
-        parser,
-        "/mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run",
-        "/mnt/nvme0/hicache --all --yes",
-        run=_clear,
-        problem="there is no such model or identity, or it was not agreed to",
-    )
-
-
-def _gc(arguments: argparse.Namespace) -> int:
+@command(TARGET, _DRY_RUN, examples=["/mnt/nvme0/hicache --dry-run"], problem="the directory cannot be read or changed")
+def gc_command(arguments: argparse.Namespace) -> int:
     found = {"left_overs": 0, "pins": 0, "freed_bytes": 0}
     trouble = Trouble()
     for directory in directories_of(arguments.target):
@@ -495,7 +459,22 @@ def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
     found["freed_bytes"] += max(0, before - occupied_bytes(directory))
 
 
-def _clear(arguments: argparse.Namespace) -> int:
+@command(
+    # One directory, by its name: a configuration may hold tiers that other nodes share.
+    argument("path", type=Path, metavar="PATH", help="a directory of a file tier"),
+    one_of(
+        argument("--model", help="remove the pages of this model (its name as `hicache-ext ls` prints it)"),
+        argument(
+            "--identity", help=f"remove the pages of this identity ({_LEAST_DIGITS} of its digits or more, see `ls`)"
+        ),
+        argument("--all", action="store_true", help="remove all pages of this package"),
+    ),
+    _DRY_RUN,
+    argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at"),
+    examples=("/mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run", "/mnt/nvme0/hicache --all --yes"),
+    problem="there is no such model or identity, or it was not agreed to",
+)
+def clear_command(arguments: argparse.Namespace) -> int:
     trouble = Trouble()
     groups = groups_of([arguments.path], trouble)
     trouble.told()
