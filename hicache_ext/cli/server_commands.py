@@ -25,7 +25,7 @@ from typing import Any
 
 from hicache_ext.cli.output import argument, command, fitted, rough_span, show
 from hicache_ext.config import load_document, parse_duration, rounded_size
-from hicache_ext.errors import CommandError, ConfigError, ControlError, HicacheExtError
+from hicache_ext.errors import CommandError, ConfigError, ControlError
 from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.storage.serving.control import Answer, ask, has_listener, servers
@@ -434,10 +434,7 @@ def curve_command(arguments: argparse.Namespace) -> int:
 def reload_command(arguments: argparse.Namespace) -> int:
     file = os.path.abspath(arguments.file.removeprefix("@"))
     load_document(file)  # its mistakes are reported here, once, before any server is asked
-    try:
-        found = [facts for path in servers() if (facts := facts_of(path)) is not None]
-    except ControlError as error:
-        raise HicacheExtError(str(error)) from error
+    found = [facts for path in servers() if (facts := facts_of(path)) is not None]
     chosen = [
         facts for facts in found if "file" not in facts or os.path.realpath(facts["file"]) == os.path.realpath(file)
     ]
