@@ -130,11 +130,6 @@ def targets(named: str, *, keys: bool = False) -> list[Target]:
     return found
 
 
-def directories_of(named: str) -> list[Path]:
-    """The directories of ``targets``."""
-    return [directory for target in targets(named) for directory in target.directories]
-
-
 def read_input(file: str, key: str) -> str:
     """The text of a file, or of standard input for "-". Raises ConfigError naming ``key``."""
     try:

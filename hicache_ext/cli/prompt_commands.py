@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from hicache_ext.cli.inputs import (
     NAMESPACE,
     PROMPTS,
     TARGET,
-    directories_of,
+    Target,
     prompts_of,
     read_input,
     seed_of,
@@ -222,7 +222,7 @@ _KEYS = argument("--keys", metavar="FILE", help="page hashes, 64 hex digits a li
     problem="the directory is none of a file tier, or cannot be changed",
 )
 def pin_command(arguments: argparse.Namespace) -> int:
-    directories = _directories(arguments.target)
+    directories = _directories(arguments.target, keys=True)
     seconds = None if arguments.duration is None else parse_duration(arguments.duration, "--for")
     option = next(f"--{name}" for name in ("tokens", "prompt", "keys") if getattr(arguments, name) is not None)
     if option == "--keys":
@@ -238,10 +238,10 @@ def pin_command(arguments: argparse.Namespace) -> int:
             raise ConfigError(option, str(error)) from None
         if not hashes:
             raise ConfigError(option, f"{len(tokens)} tokens are no whole page of {size}")
-    names = {directory: names_of(hashes) for directory, names_of in _names(arguments.target).items()}
-    for directory in directories:
+    names = {directory: _names(directory, target, hashes) for directory, target in directories.items()}
+    for directory, stored_as in names.items():
         try:
-            add_pin(directory, arguments.name, names[directory], seconds)
+            add_pin(directory, arguments.name, stored_as, seconds)
         except OSError as error:
             raise StoreError(f"{str(directory)!r}: {error.strerror or error}") from error
         except ValueError as error:
@@ -291,32 +291,28 @@ def pins_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _directories(target: str) -> list[Path]:
+def _directories(named: str, *, keys: bool = False) -> dict[Path, Target]:
     """Those of the file tiers of a configuration, or the one that was named. Raises StoreError."""
-    directories = directories_of(target)
-    for directory in directories:
+    found = {directory: target for target in targets(named, keys=keys) for directory in target.directories}
+    for directory in found:
         if layout_in(directory) is None:
             raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has neither pages nor slabs")
-    return directories
-
-
-def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
-    """For each directory the names under which pages with these hashes are stored. Raises ConfigError."""
-    found: dict[Path, Callable[[Sequence[bytes]], list[bytes]]] = {}
-    for one in targets(target, keys=True):
-        seal = None if one.transforms is None else one.transforms.seal
-        for directory in one.directories:
-            if one.tier is None and any(
-                document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
-                for _, document in documents_in(directory)
-            ):
-                problem = "pages here are encrypted, and their names hidden"
-                raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
-            found[directory] = list if seal is None else seal.names_of
     return found
 
 
-def _page_size(directories: Sequence[Path]) -> int:
+def _names(directory: Path, target: Target, hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """The names under which pages with these hashes are stored there. Raises ConfigError."""
+    if target.tier is None and any(
+        document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
+        for _, document in documents_in(directory)
+    ):
+        problem = "pages here are encrypted, and their names hidden"
+        raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
+    seal = None if target.transforms is None else target.transforms.seal
+    return hashes if seal is None else seal.names_of(hashes)
+
+
+def _page_size(directories: Iterable[Path]) -> int:
     """The page size of all pages here, by the documents of their identities."""
     documents = [document for directory in directories for _, document in documents_in(directory)]
     found = [document.get("pool", {}).get("page_size") for document in documents]
