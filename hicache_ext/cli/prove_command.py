@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import unusable_model
+from hicache_ext.cli.inputs import read_input, unusable_model
 from hicache_ext.cli.output import argument, command, show
 from hicache_ext.cli.server_commands import facts_of, read_samples
 from hicache_ext.config import rounded_size
@@ -102,7 +102,7 @@ def share_of_time(text: str) -> float:
         help="until it is ended, for at most this share of the time (0.1%%) and while the server is idle, "
         "compare what is restored, and flush nothing; a difference ends storing and restoring there",
     ),
-    argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key"),
+    argument("--api-key-file", metavar="FILE", help="holds the key of a server with --api-key"),
     examples=("--url http://127.0.0.1:30000 > proof.md", "--url http://127.0.0.1:30000 --canary 0.1%"),
     problem="a restored answer is DIFFERENT",
     nothing="nothing could be shown",
@@ -110,10 +110,10 @@ def share_of_time(text: str) -> float:
 def prove_command(arguments: argparse.Namespace) -> int:
     headers = {}
     if arguments.api_key_file is not None:
-        try:
-            headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text('ascii').strip()}"
-        except (OSError, ValueError) as error:
-            raise ConfigError("--api-key-file", f"it cannot be read ({error})", "a file with the key") from None
+        key = read_input(arguments.api_key_file, "--api-key-file").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError("--api-key-file", "it holds no key", "a file with the key in one line of ASCII")
+        headers["Authorization"] = f"Bearer {key}"
     server = SglangClient(arguments.url, headers)
 
     def restart() -> None:
@@ -368,20 +368,18 @@ def prove(
     if not any(proof.facts[name] for name in ("storage", "linker")):
         raise ServerError("this server has no storage: it was started without --hicache-storage-backend")
     longest = asked.longest()
-    prompts = [asked.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
-    prompts = prompts or [asked.prompt(longest)]
-    middle = min(prompts, key=lambda tokens: abs(len(tokens) - 2000))
+    lengths = [length for length in (QUICK_LENGTHS if quick else LENGTHS) if length <= longest] or [longest]
     # Each prompt has a name of its own, so that they do not share what is restored; the adapter's is that of the same
     # prompt without it.
-    names = {tokens: {"extra_key": f"{salt}-{at}"} for at, tokens in enumerate(prompts)}
-    groups: list[tuple[str, list[Prompt]]]
-    groups = [(f"{len(tokens):,} tokens", [(tokens, names[tokens])]) for tokens in prompts]
+    prompts: list[Prompt] = [(asked.prompt(length), {"extra_key": f"{salt}-{length}"}) for length in lengths]
+    groups = [(f"{len(prompt[0]):,} tokens", [prompt]) for prompt in prompts]
+    middle, named = min(prompts, key=lambda prompt: abs(len(prompt[0]) - 2000))
     fit = max(1, min(AT_ONCE, asked.longest(1) // (len(middle) + ANSWER)))
     alone: list[Prompt] = [(asked.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
     groups.append((f"{fit} at once", alone))
     for adapter in (info.get("lora_paths") or ())[:1]:
         name = adapter.get("lora_name") if isinstance(adapter, dict) else adapter
-        groups.append((f"adapter {name}", [(middle, {**names[middle], "lora_path": str(name)})]))
+        groups.append((f"adapter {name}", [(middle, {**named, "lora_path": str(name)})]))
     if json.loads(server.get("/model_info")).get("has_image_understanding"):
         about = asked.about_an_image()
         try:
@@ -389,7 +387,7 @@ def prove(
             groups.append(("an image", [((), {"messages": about, "extra_key": f"{salt}-image"})]))
         except (ServerError, OSError, http.client.HTTPException) as error:
             proof.facts["not_tried"] = f"prompts with images ({shown_text(str(error).partition(chr(10))[0])})"
-    server.generate(asked.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
+    server.generate(asked.prompt(min(lengths)), 2, extra_key=f"{salt}-warm")
     answers = []
     failed: Exception | None = None
     try:
