@@ -14,8 +14,8 @@ from typing import Any
 from hicache_ext.runtime.commands import aligned, print_json
 
 _WRONG_INPUT = "wrong usage, wrong configuration, or a package is missing"
-Argument = Callable[[argparse._ActionsContainer], object]
-"""Adds itself to a parser."""
+Argument = Callable[[Any], object]
+"""Adds itself, or several, to a parser or a group."""
 
 
 def argument(*names: str, **facts: Any) -> Argument:
@@ -26,7 +26,7 @@ def argument(*names: str, **facts: Any) -> Argument:
 def one_of(*arguments: Argument) -> Argument:
     """Declare arguments of which exactly one has to be given."""
 
-    def add(parser: argparse._ActionsContainer) -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
         group = parser.add_mutually_exclusive_group(required=True)
         for each in arguments:
             each(group)
@@ -35,39 +35,30 @@ def one_of(*arguments: Argument) -> Argument:
 
 
 def command(
-    *arguments: Argument, examples: Sequence[str], **ends: str
+    *arguments: Argument, examples: Sequence[str], problem: str, nothing: str = ""
 ) -> Callable[[Callable[[argparse.Namespace], int]], Callable[[argparse.ArgumentParser], None]]:
-    """Make of the function that runs a command, which returns the exit code, what completes its parser. ``examples``
-    and ``ends`` are those of ``describe``."""
+    """Make of the function that runs a command, which returns the exit code, what completes its parser.
+
+    ``examples`` are what may follow its name; ``problem`` says when it ends with 1 ("": never), ``nothing`` when it
+    ends with 2, besides wrong input. ``--json`` is added where ``arguments`` have none.
+    """
+    wrong = ", ".join(filter(None, (_WRONG_INPUT, nothing)))
+    codes = ["0 done", *([f"1 {problem}"] if problem else []), f"2 {wrong}", "130 interrupted"]
 
     def declared(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.ArgumentParser], None]:
         def configure(parser: argparse.ArgumentParser) -> None:
             for each in arguments:
                 each(parser)
+            if "--json" not in parser._option_string_actions:
+                parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
+            told = {"examples:": [f"{parser.prog} {words}".rstrip() for words in examples], "exit codes:": codes}
+            parser.epilog = "\n\n".join("\n  ".join([title, *lines]) for title, lines in told.items())
+            parser.formatter_class = argparse.RawDescriptionHelpFormatter
             parser.set_defaults(run=run)
-            describe(parser, *examples, **ends)
 
         return configure
 
     return declared
-
-
-def describe(
-    parser: argparse.ArgumentParser,
-    *examples: str,
-    problem: str = "it could not be done",
-    nothing: str = "",
-) -> None:
-    """Complete the parser of a command. ``examples`` are what may follow its name; ``problem`` says when it ends with 1
-    ("": never), ``nothing`` when it ends with 2, besides wrong input. ``--json`` is added where the parser has none.
-    """
-    if "--json" not in parser._option_string_actions:
-        parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    wrong = ", ".join(filter(None, (_WRONG_INPUT, nothing)))
-    codes = ["0 done", *([f"1 {problem}"] if problem else []), f"2 {wrong}", "130 interrupted"]
-    told = {"examples:": [f"{parser.prog} {words}".rstrip() for words in examples], "exit codes:": codes}
-    parser.epilog = "\n\n".join("\n  ".join([title, *lines]) for title, lines in told.items())
 
 
 def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ _PRICES = {
 }
 
 
-def _arguments(parser: argparse._ActionsContainer) -> None:
+def _arguments(parser: argparse.ArgumentParser) -> None:
     requests = parser.add_argument_group("what is asked for")
     requests.add_argument(
         "trace", metavar="TRACE", nargs="?", help="a recording, a directory of them, or JSON lines of Mooncake's form"
