@@ -31,7 +31,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="RATIO",
         help="end with 1 where a ratio is smaller, or a row of A is not in B",
     )
-    parser.set_defaults(run=run)
 
 
 def _share(text: str) -> float:

@@ -52,7 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="on the disk to measure; everything is written to new directories in it and deleted (default: here)",
     )
     add_measuring_arguments(parser, ("32KiB", "1MiB"), "256MiB")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, rivals: Mapping[str, Open] | None = None) -> int:

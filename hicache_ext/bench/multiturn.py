@@ -32,7 +32,6 @@ from hicache_ext.testing.client import Generation, SglangClient
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
     add_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

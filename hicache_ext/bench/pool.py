@@ -49,7 +49,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tier", action="append", metavar="NAME", help="may be repeated (default: all that are not of type file)"
     )
     add_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

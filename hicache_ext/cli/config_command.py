@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
-from hicache_ext.cli.output import describe, show
+from hicache_ext.cli.output import argument, command, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, ServerRole, check_document, format_duration
 from hicache_ext.config.load import read_text, secrets_in
 from hicache_ext.config.model import SECTION
@@ -28,25 +28,23 @@ from hicache_ext.runtime.commands import print_json
 from hicache_ext.storage.tiering.tier_use import tier_use
 
 
-def configure_config(parser: argparse.ArgumentParser) -> None:
+def config_command(parser: argparse.ArgumentParser) -> None:
     """Add ``check``, ``render`` and ``schema``."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-
-    check = actions.add_parser("check", help="say whether a configuration is valid, and what it means on this node")
-    check.add_argument("file", metavar="FILE", help=FILE_HELP)
-    describe(check, "hicache.yaml", run=_check, problem="")
-    _configure_render(
-        actions.add_parser("render", help="print a complete configuration and how to launch SGLang with it")
-    )
-    schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
-
-    def print_schema(_: argparse.Namespace) -> int:
-        print_json(json_schema())
-        return 0
-
-    describe(schema, "> hicache-schema.json", run=print_schema, problem="")
+    _check(actions.add_parser("check", help="say whether a configuration is valid, and what it means on this node"))
+    what = "Print FILE, or a configuration made of the options (they can be combined), or an example with neither."
+    helped = "print a complete configuration and how to launch SGLang with it"
+    _render(actions.add_parser("render", help=helped, description=what))
+    _schema(actions.add_parser("schema", help="print the JSON Schema, for editors"))
 
 
+@command(examples=["> hicache-schema.json"], problem="")
+def _schema(_: argparse.Namespace) -> int:
+    print_json(json_schema())
+    return 0
+
+
+@command(argument("file", metavar="FILE", help=FILE_HELP), examples=["hicache.yaml"], problem="")
 def _check(arguments: argparse.Namespace) -> int:
     file: str = arguments.file
     inline = file.lstrip().startswith("{")
@@ -174,38 +172,31 @@ RDMA first."""
 _WHERE_SECRETS_GO = "the address alone; secrets are named in the file: password: {env: VARIABLE}, and the like"
 
 
-def _configure_render(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Print FILE, or a configuration made of the options (they can be combined), or an example with neither."
-    )
-    parser.add_argument("file", metavar="FILE", nargs="?", help=FILE_HELP)
-    parser.add_argument("--path", action="append", metavar="PATH", help="a directory of a file tier; may be repeated")
-    parser.add_argument("--capacity", metavar="SIZE", help="of the whole file tier, e.g. 512GiB, or unlimited")
-    for option, (_, _, metavar, what) in _POOLS.items():
-        parser.add_argument(option, action="append", metavar=metavar, help=f"a pool: {what}")
-    parser.add_argument(
+@command(
+    argument("file", metavar="FILE", nargs="?", help=FILE_HELP),
+    argument("--path", action="append", metavar="PATH", help="a directory of a file tier; may be repeated"),
+    argument("--capacity", metavar="SIZE", help="of the whole file tier, e.g. 512GiB, or unlimited"),
+    *(argument(name, action="append", metavar=form, help=f"a pool: {of}") for name, (_, _, form, of) in _POOLS.items()),
+    argument(
         "--pd",
         metavar="ROLE",
         help="prefill or decode: a node of a disaggregated pair; both: not disaggregated (default both)",
-    )
-    parser.add_argument("--inline", action="store_true", help="one line of JSON, for SGLang in place of @FILE")
-    parser.add_argument(
+    ),
+    argument("--inline", action="store_true", help="one line of JSON, for SGLang in place of @FILE"),
+    argument(
         "--linker",
         action="store_true",
         help="for SGLang's external linker: pages move between the GPU and storage, without a host cache",
-    )
-    describe(
-        parser,
+    ),
+    examples=(
         "--path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml",
         "--path /mnt/nvme0/hicache --capacity 512GiB --redis rediss://pool:6379",
         "--mooncake 10.0.0.1:50051 --pd decode",
         "--s3 s3://bucket/hicache --json",
         "--path /mnt/nvme0/hicache --capacity 512GiB --linker > hicache.yaml",
-        run=_render,
-        problem="",
-    )
-
-
+    ),
+    problem="",
+)
 def _render(arguments: argparse.Namespace) -> int:
     options = ("--path", "--capacity", *_POOLS, "--pd")
     given = {name: value for name in options if (value := getattr(arguments, name[2:])) is not None}

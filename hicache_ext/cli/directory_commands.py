@@ -11,14 +11,14 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import Target, add_target, directories_of, targets
-from hicache_ext.cli.output import describe, fitted, progress, rough_span, show
+from hicache_ext.cli.inputs import TARGET, Target, targets
+from hicache_ext.cli.output import argument, command, fitted, one_of, progress, rough_span, show
 from hicache_ext.config import format_duration, rounded_size
 from hicache_ext.errors import ConfigError, FormatError, StoreError
 from hicache_ext.page import envelope
@@ -68,42 +68,30 @@ def opened(path: Path) -> Inspector:
     return inspector
 
 
-class Trouble:
-    """One directory of several that cannot be read does not keep a command from the others."""
-
-    def __init__(self) -> None:
-        self._errors: list[StoreError] = []
-        self._tried = 0
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Around what is done with one directory."""
-        self._tried += 1
+def of_each(chosen: Sequence[Target], do: Callable[[Path, Target], None]) -> int:
+    """Do it to every directory, and return the exit code: one that cannot be read does not keep a command from the
+    others. Raises the first StoreError where none can be read."""
+    errors: list[StoreError] = []
+    directories = [(directory, target) for target in chosen for directory in target.directories]
+    for directory, target in directories:
         try:
-            yield
+            do(directory, target)
         except StoreError as error:
-            self._errors.append(error)
-
-    def told(self) -> int:
-        """Print what was noted; the exit code. Raises the first StoreError where no directory could be read."""
-        if self._errors and len(self._errors) == self._tried:
-            raise self._errors[0]
-        for error in self._errors:
-            print(f"left out: {error}", file=sys.stderr)
-        return 1 if self._errors else 0
+            errors.append(error)
+    if errors and len(errors) == len(directories):
+        raise errors[0]
+    for left_out in errors:
+        print(f"left out: {left_out}", file=sys.stderr)
+    return 1 if errors else 0
 
 
-def groups_of(directories: Sequence[Path], trouble: Trouble) -> list[Group]:
-    """The pages of all of them by identity."""
-    groups: dict[bytes, Group] = {}
-    for directory in directories:
-        with trouble.noted(), closing(opened(directory)) as inspector:
-            add_pages(inspector, groups)
-    return list(groups.values())
+def add_groups(directory: Path, groups: dict[bytes, Group]) -> None:
+    """Add the pages of one directory to the groups of their identities."""
+    with closing(opened(directory)) as inspector:
+        add_pages(inspector, groups)
 
 
 def add_pages(inspector: Inspector, groups: dict[bytes, Group]) -> None:
-    """Add the pages of one directory to the groups of their identities."""
     found = set()
     for page in inspector.pages():
         found.add(page.identity)
@@ -130,21 +118,11 @@ _AMOUNTS = ("pages", "bytes", "hits", "last written", "last used")
 _NOT_READ = "the directory cannot be read"
 
 
-def configure_ls(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache", run=_ls, problem=_NOT_READ)
-
-
-def configure_stat(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    describe(parser, "hicache.yaml", "/mnt/nvme0/hicache --json", run=_stat, problem=_NOT_READ)
-
-
-def _ls(arguments: argparse.Namespace) -> int:
-    trouble = Trouble()
-    found = groups_of(directories_of(arguments.target), trouble)
-    code = trouble.told()
-    groups = sorted(found, key=lambda group: (group.model, -group.bytes))
+@command(TARGET, examples=("hicache.yaml", "/mnt/nvme0/hicache"), problem=_NOT_READ)
+def ls_command(arguments: argparse.Namespace) -> int:
+    found: dict[bytes, Group] = {}
+    code = of_each(targets(arguments.target), lambda directory, _: add_groups(directory, found))
+    groups = sorted(found.values(), key=lambda group: (group.model, -group.bytes))
     stored_as = any(STORED_AS in (group.facts or {}) for group in groups)
     facts = ("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard")
     rows: list[tuple[str, ...]] = [(*facts, *(["stored as"] if stored_as else []), *_AMOUNTS)]
@@ -170,55 +148,57 @@ def _ls(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _stat(arguments: argparse.Namespace) -> int:
-    trouble = Trouble()
-    tiers = [found for target in targets(arguments.target) if (found := _stat_of(target, trouble))]
-    code = trouble.told()
+@command(TARGET, examples=("hicache.yaml", "/mnt/nvme0/hicache --json"), problem=_NOT_READ)
+def stat_command(arguments: argparse.Namespace) -> int:
+    chosen = targets(arguments.target)
+    groups: dict[str | None, dict[bytes, Group]] = {target.tier: {} for target in chosen}
+    looks: dict[str | None, list[dict[str, Any]]] = {target.tier: [] for target in chosen}
+
+    def look(path: Path, target: Target) -> None:
+        with closing(opened(path)) as inspector:
+            add_pages(inspector, groups[target.tier])
+            pins, device = read_pins(path), path.stat().st_dev
+            pinned = list(dict.fromkeys(page for pin in pins for page in pin.hashes))
+            looks[target.tier].append(
+                {
+                    "layout": inspector.layout,
+                    "occupied": occupied_bytes(path),
+                    "tenants": inspector.tenant_pages(target.tenants) if target.tenants else {},
+                    "no_space_since": inspector.no_space_since,
+                    "pinned": sum(inspector.occupied_by(pinned)),
+                    "pins": len(pins),
+                    "disk": (device, shutil.disk_usage(path)),
+                }
+            )
+
+    code = of_each(chosen, look)
+    tiers = [_together(one, looks[one.tier], list(groups[one.tier].values())) for one in chosen if looks[one.tier]]
     show(arguments, tiers, ["\n\n".join("\n".join(_stat_lines(tier)) for tier in tiers)])
     return code
 
 
-def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
-    """How full the directories of one tier are, together; capacity and ttl are known from a configuration alone. None
-    where no directory can be read."""
-    groups: dict[bytes, Group] = {}
-    occupied = pinned = pins = free = total = 0
-    without_space: list[int] = []
-    devices: set[int] = set()
+def _together(target: Target, looks: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
+    """How full the directories of one tier are, together; capacity and ttl are known from a configuration alone."""
+    disks = dict(look["disk"] for look in looks).values()
     tenants = Counter[str]()
-    layout = None
-    for path in target.directories:
-        with trouble.noted(), closing(opened(path)) as inspector:
-            add_pages(inspector, groups)
-            occupied += occupied_bytes(path)
-            layout = inspector.layout
-            tenants.update(inspector.tenant_pages(target.tenants) if target.tenants else {})
-            without_space += [inspector.no_space_since] if inspector.no_space_since else []
-            found = read_pins(path)
-            pinned += sum(inspector.occupied_by(list(dict.fromkeys(page for pin in found for page in pin.hashes))))
-            pins = max(pins, len(found))
-            if (device := path.stat().st_dev) not in devices:
-                devices.add(device)
-                disk = shutil.disk_usage(path)
-                total, free = total + disk.total, free + disk.free
-    if layout is None:
-        return None
+    for look in looks:
+        tenants.update(look["tenants"])
     return {
         **({} if target.tier is None else {"tier": target.tier}),
         "directories": [str(path) for path in target.directories],
-        "layout": layout,
+        "layout": looks[-1]["layout"],
         "ttl_seconds": target.ttl,
-        "models": len({group.model for group in groups.values()}),
+        "models": len({group.model for group in groups}),
         "identities": len(groups),
-        "pages": sum(group.pages for group in groups.values()),
-        "bytes": sum(group.bytes for group in groups.values()),
-        "bytes_on_disk": occupied,
+        "pages": sum(group.pages for group in groups),
+        "bytes": sum(group.bytes for group in groups),
+        "bytes_on_disk": sum(look["occupied"] for look in looks),
         "capacity_bytes": target.capacity,
-        "pinned_bytes": pinned,
-        "pins": pins,
-        "disk_bytes": total,
-        "disk_free_bytes": free,
-        "no_space_since": min(without_space, default=None),
+        "pinned_bytes": sum(look["pinned"] for look in looks),
+        "pins": max(look["pins"] for look in looks),
+        "disk_bytes": sum(disk.total for disk in disks),
+        "disk_free_bytes": sum(disk.free for disk in disks),
+        "no_space_since": min((look["no_space_since"] for look in looks if look["no_space_since"]), default=None),
         "tenants": dict(tenants),
     }
 
@@ -330,35 +310,28 @@ def _by_its_document(stored_as: object, payload: memoryview) -> str:
 _REMOVE_BATCH = 256
 
 
-def configure_verify(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    parser.add_argument("--remove", action="store_true", help="remove the pages that are bad")
-    describe(
-        parser,
-        "/mnt/nvme0/hicache",
-        "/mnt/nvme0/hicache --remove --json",
-        run=_verify,
-        problem="bad pages are there, or pages could not be looked at",
-    )
-
-
 _Bad = tuple[str, bytes | None]
 """The reason, and which copy of the page it is (``envelope.page_seal``), where it is whole but for its seal."""
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+@command(
+    TARGET,
+    argument("--remove", action="store_true", help="remove the pages that are bad"),
+    examples=("/mnt/nvme0/hicache", "/mnt/nvme0/hicache --remove --json"),
+    problem="bad pages are there, or pages could not be looked at",
+)
+def verify_command(arguments: argparse.Namespace) -> int:
     counts = dict.fromkeys(("good", "evicted", "not_looked_at", "removed"), 0)
     counts |= dict.fromkeys(_OTHER_KINDS, 0)
     bad_pages: list[dict[str, str | None]] = []
-    trouble = Trouble()
-    for target in targets(arguments.target, keys=True):
-        for directory in target.directories:
-            with trouble.noted():
-                bad = _verify_directory(directory, counts, bad_pages, target.transforms)
-                if arguments.remove and bad:
-                    with closing(open_editor(directory)) as editor:
-                        counts["removed"] += _remove(editor, bad)
-    code = trouble.told()
+
+    def verify(directory: Path, target: Target) -> None:
+        bad = _verify_directory(directory, counts, bad_pages, target.transforms)
+        if arguments.remove and bad:
+            with closing(open_editor(directory)) as editor:
+                counts["removed"] += _remove(editor, bad)
+
+    code = of_each(targets(arguments.target, keys=True), verify)
     told = f"{counts['good']} good, {len(bad_pages)} bad, {counts['evicted']} evicted meanwhile"
     lines = [
         told + (f", {counts['not_looked_at']} not looked at" if counts["not_looked_at"] else ""),
@@ -436,39 +409,14 @@ _LEAST_DIGITS = 8
 _DIGITS = re.compile(rf"[0-9a-f]{{{_LEAST_DIGITS},32}}")
 
 
-def configure_gc(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    describe(parser, "/mnt/nvme0/hicache --dry-run", run=_gc, problem="the directory cannot be read or changed")
+_DRY_RUN = argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
-def configure_clear(parser: argparse.ArgumentParser) -> None:
-    # One directory, by its name: a configuration may hold tiers that other nodes share.
-    parser.add_argument("path", type=Path, metavar="PATH", help="a directory of a file tier")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", help="remove the pages of this model (its name as `hicache-ext ls` prints it)")
-    what.add_argument(
-        "--identity", help=f"remove the pages of this identity ({_LEAST_DIGITS} of its digits or more, see `ls`)"
-    )
-    what.add_argument("--all", action="store_true", help="remove all pages of this package")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    parser.add_argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at")
-    describe(
-        parser,
-        "/mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run",
-        "/mnt/nvme0/hicache --all --yes",
-        run=_clear,
-        problem="there is no such model or identity, or it was not agreed to",
-    )
-
-
-def _gc(arguments: argparse.Namespace) -> int:
+@command(TARGET, _DRY_RUN, examples=["/mnt/nvme0/hicache --dry-run"], problem="the directory cannot be read or changed")
+def gc_command(arguments: argparse.Namespace) -> int:
     found = {"left_overs": 0, "pins": 0, "freed_bytes": 0}
-    trouble = Trouble()
-    for directory in directories_of(arguments.target):
-        with trouble.noted():
-            _clean(directory, found, look_only=arguments.dry_run)
-    code = trouble.told()
+    chosen, look_only = targets(arguments.target), arguments.dry_run
+    code = of_each(chosen, lambda directory, _: _clean(directory, found, look_only=look_only))
     done = "would be removed" if arguments.dry_run else "removed"
     freed = "" if arguments.dry_run else f", {rounded_size(found['freed_bytes'])} freed"
     lines = [f"{found['left_overs']} left-overs of killed processes {done}{freed}"]
@@ -495,10 +443,25 @@ def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
     found["freed_bytes"] += max(0, before - occupied_bytes(directory))
 
 
-def _clear(arguments: argparse.Namespace) -> int:
-    trouble = Trouble()
-    groups = groups_of([arguments.path], trouble)
-    trouble.told()
+@command(
+    # One directory, by its name: a configuration may hold tiers that other nodes share.
+    argument("path", type=Path, metavar="PATH", help="a directory of a file tier"),
+    one_of(
+        argument("--model", help="remove the pages of this model (its name as `hicache-ext ls` prints it)"),
+        argument(
+            "--identity", help=f"remove the pages of this identity ({_LEAST_DIGITS} of its digits or more, see `ls`)"
+        ),
+        argument("--all", action="store_true", help="remove all pages of this package"),
+    ),
+    _DRY_RUN,
+    argument("--yes", action="store_true", help="do not ask; needed where there is no terminal to ask at"),
+    examples=("/mnt/nvme0/hicache --model meta-llama/Llama-3.1-8B --dry-run", "/mnt/nvme0/hicache --all --yes"),
+    problem="there is no such model or identity, or it was not agreed to",
+)
+def clear_command(arguments: argparse.Namespace) -> int:
+    of_identities: dict[bytes, Group] = {}
+    add_groups(arguments.path, of_identities)
+    groups = list(of_identities.values())
     chosen = _chosen(groups, arguments)
     if not chosen and not arguments.all:
         by = "model" if arguments.identity is None else "identity"

@@ -23,7 +23,7 @@ from typing import Any
 import hicache_ext
 from hicache_ext.cli.config_command import notes_on
 from hicache_ext.cli.inputs import FILE_HELP, read_configuration
-from hicache_ext.cli.output import describe, show
+from hicache_ext.cli.output import argument, command, show
 from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, check_document
 from hicache_ext.config.model import SGLANG
 from hicache_ext.config.secrets import SealKeyReference
@@ -43,13 +43,13 @@ from hicache_ext.storage.tiering.tier_use import tier_use
 from hicache_ext.storage.tiering.tracing import check_packages
 
 
-def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="CONFIG", help=FILE_HELP)
-    parser.add_argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated")
-    describe(parser, "hicache.yaml", "hicache.yaml --tier pool", run=run, problem="an error was found")
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    argument("file", metavar="CONFIG", help=FILE_HELP),
+    argument("--tier", action="append", metavar="NAME", help="look at this tier alone; may be repeated"),
+    examples=("hicache.yaml", "hicache.yaml --tier pool"),
+    problem="an error was found",
+)
+def doctor_command(arguments: argparse.Namespace) -> int:
     """Examine and print; 0, 1 or 2 as the module says."""
     inline = arguments.file.lstrip().startswith("{")
     try:

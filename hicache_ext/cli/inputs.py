@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hicache_ext.cli.output import argument
 from hicache_ext.config import load_config, read_document
 from hicache_ext.config.load import read_text
 from hicache_ext.errors import ConfigError, StoreError
@@ -29,28 +30,19 @@ def read_configuration(file: str) -> Mapping[str, Any]:
     return read_text(read_input(file, "standard input"), "standard input") if file == "-" else read_document(file)
 
 
-def add_namespace_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--extra-key``, ``--cache-salt`` and ``--adapter``."""
-    parser.add_argument("--extra-key", metavar="TEXT", help="the requests' extra_key, where they have one")
-    parser.add_argument("--cache-salt", metavar="TEXT", help="the requests' cache_salt, where they have one")
-    parser.add_argument(
-        "--adapter", metavar="DIGEST", help="of the requests' LoRA adapter: the server logs it when it loads one"
-    )
-
-
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """``--tokens`` or ``--prompt`` with ``--model``; what is returned takes other ways to say the same."""
-    parser.add_argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+NAMESPACE = (
+    argument("--extra-key", metavar="TEXT", help="the requests' extra_key, where they have one"),
+    argument("--cache-salt", metavar="TEXT", help="the requests' cache_salt, where they have one"),
+    argument("--adapter", metavar="DIGEST", help="of the requests' LoRA adapter: the server logs it when it loads one"),
+)
+MODEL = argument("--model", metavar="PATH", help="whose tokenizer makes token ids of the prompt")
+PROMPTS = (
+    argument(
         "--tokens", metavar="FILE", help="token ids: numbers, or JSON (a list, or a list of lists); '-': standard input"
-    )
-    what.add_argument(
-        "--prompt",
-        metavar="FILE",
-        help="text as the server gets it; needs --model and the package transformers",
-    )
-    return what
+    ),
+    argument("--prompt", metavar="FILE", help="text as the server gets it; needs --model and the package transformers"),
+)
+"""One of them."""
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
@@ -115,10 +107,9 @@ class Target:
     tenants: Sequence[str] = ()
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="CONFIG|DIRECTORY", help="a configuration file (all paths of its file tiers), or one of them"
-    )
+TARGET = argument(
+    "target", metavar="CONFIG|DIRECTORY", help="a configuration file (all paths of its file tiers), or one of them"
+)
 
 
 def targets(named: str, *, keys: bool = False) -> list[Target]:
@@ -137,11 +128,6 @@ def targets(named: str, *, keys: bool = False) -> list[Target]:
     if not found:
         raise ConfigError("hicache_ext.tiers", f"{named!r} has no tier of type file")
     return found
-
-
-def directories_of(named: str) -> list[Path]:
-    """The directories of ``targets``."""
-    return [directory for target in targets(named) for directory in target.directories]
 
 
 def read_input(file: str, key: str) -> str:

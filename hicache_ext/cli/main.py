@@ -1,7 +1,7 @@
 """``hicache-ext``: one command, its sub-commands in modules by subject that are imported only when they are used.
 
-A new sub-command is a function that adds its arguments to a parser and sets ``run`` (a function from the parsed
-arguments to an exit code), and one line in ``COMMANDS``.
+A new sub-command is a function from the parsed arguments to an exit code, declared with its arguments by ``command``
+(output.py), and one line in ``COMMANDS``.
 
 Exit codes: 0 done, 1 the command found or met a problem, 2 wrong usage or wrong configuration, 130 interrupted. With
 ``--json`` standard output holds one JSON document, the result, and nothing else; why a command could not do its work is
@@ -46,7 +46,7 @@ COMMANDS = {
     "plan": ("plan_command", "what disks and a pool would do for your requests, before you buy"),
     "bench": ("bench_command", "measure the tiers on this machine against what else there is"),
 }
-"""Each sub-command: the module whose ``configure_NAME`` adds its arguments, and its line in ``--help``."""
+"""Each sub-command: the module whose ``NAME_command`` completes its parser, and its line in ``--help``."""
 _HELP_END = """\
 examples:
   hicache-ext config render --path /mnt/nvme0/hicache --capacity 512GiB > hicache.yaml
@@ -134,5 +134,5 @@ def make_parser(*chosen: str) -> argparse.ArgumentParser:
     for name, (module, help_line) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_line, description=help_line)
         if name in chosen:
-            getattr(importlib.import_module(f"hicache_ext.cli.{module}"), f"configure_{name}")(subparser)
+            getattr(importlib.import_module(f"hicache_ext.cli.{module}"), f"{name}_command")(subparser)
     return parser

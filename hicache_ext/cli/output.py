@@ -9,33 +9,56 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from hicache_ext.runtime.commands import aligned, print_json
 
 _WRONG_INPUT = "wrong usage, wrong configuration, or a package is missing"
+Argument = Callable[[Any], object]
+"""Adds itself, or several, to a parser or a group."""
 
 
-def describe(
-    parser: argparse.ArgumentParser,
-    *examples: str,
-    run: Callable[[argparse.Namespace], int] | None = None,
-    problem: str = "it could not be done",
-    nothing: str = "",
-) -> None:
-    """Complete the parser of a command. ``examples`` are what may follow its name; ``problem`` says when it ends with 1
-    ("": never), ``nothing`` when it ends with 2, besides wrong input.
+def argument(*names: str, **facts: Any) -> Argument:
+    """Declare what ``add_argument`` takes."""
+    return lambda parser: parser.add_argument(*names, **facts)
 
-    ``run`` is left out where the parser has one; ``--json`` is added where it has none.
+
+def one_of(*arguments: Argument) -> Argument:
+    """Declare arguments of which exactly one has to be given."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_mutually_exclusive_group(required=True)
+        for each in arguments:
+            each(group)
+
+    return add
+
+
+def command(
+    *arguments: Argument, examples: Sequence[str], problem: str, nothing: str = ""
+) -> Callable[[Callable[[argparse.Namespace], int]], Callable[[argparse.ArgumentParser], None]]:
+    """Make of the function that runs a command, which returns the exit code, what completes its parser.
+
+    ``examples`` are what may follow its name; ``problem`` says when it ends with 1 ("": never), ``nothing`` when it
+    ends with 2, besides wrong input. ``--json`` is added where ``arguments`` have none.
     """
-    if run is not None:
-        parser.set_defaults(run=run)
-    if "--json" not in parser._option_string_actions:
-        parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     wrong = ", ".join(filter(None, (_WRONG_INPUT, nothing)))
     codes = ["0 done", *([f"1 {problem}"] if problem else []), f"2 {wrong}", "130 interrupted"]
-    told = {"examples:": [f"{parser.prog} {words}".rstrip() for words in examples], "exit codes:": codes}
-    parser.epilog = "\n\n".join("\n  ".join([title, *lines]) for title, lines in told.items())
+
+    def declared(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.ArgumentParser], None]:
+        def configure(parser: argparse.ArgumentParser) -> None:
+            for each in arguments:
+                each(parser)
+            if "--json" not in parser._option_string_actions:
+                parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
+            told = {"examples:": [f"{parser.prog} {words}".rstrip() for words in examples], "exit codes:": codes}
+            parser.epilog = "\n\n".join("\n  ".join([title, *lines]) for title, lines in told.items())
+            parser.formatter_class = argparse.RawDescriptionHelpFormatter
+            parser.set_defaults(run=run)
+
+        return configure
+
+    return declared
 
 
 def show(arguments: argparse.Namespace, document: object, lines: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hicache_ext.cli.output import describe, show
+from hicache_ext.cli.output import command, show
 from hicache_ext.config import check_document, parse_size
 from hicache_ext.config.render import as_yaml, launch_lines
 from hicache_ext.errors import ConfigError, RecordingError
@@ -25,7 +25,7 @@ _PRICES = {
 }
 
 
-def configure_plan(parser: argparse.ArgumentParser) -> None:
+def _arguments(parser: argparse.ArgumentParser) -> None:
     requests = parser.add_argument_group("what is asked for")
     requests.add_argument(
         "trace", metavar="TRACE", nargs="?", help="a recording, a directory of them, or JSON lines of Mooncake's form"
@@ -57,17 +57,18 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     worth.add_argument("--years", metavar="Y", default="3", help="after which hardware is written off (default 3)")
     for option, what in _PRICES.items():
         worth.add_argument(option, metavar="PRICE", default="0", help=what)
-    describe(
-        parser,
+
+
+@command(
+    _arguments,
+    examples=(
         "trace.jsonl --model /models/llama --disk 4TB --gpu h100",
         "/var/lib/hicache-recordings --model /models/llama --nodes 4 --disk 4TB --pool 20TB",
         "--workload rate=2,turns=6,think=90s --token-bytes 128KiB --disk 2TB --json",
-        run=run,
-        problem="the trace cannot be read",
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
+    ),
+    problem="the trace cannot be read",
+)
+def plan_command(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError, RecordingError."""
     for option, parse in _NUMBERS.items():
         name = option[2:].replace("-", "_")

@@ -9,22 +9,24 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hicache_ext.cli.inputs import (
-    add_namespace_arguments,
-    add_prompt_arguments,
-    add_target,
-    directories_of,
+    MODEL,
+    NAMESPACE,
+    PROMPTS,
+    TARGET,
+    Target,
     prompts_of,
     read_input,
     seed_of,
     targets,
 )
-from hicache_ext.cli.output import describe, fitted, progress, rough_span, show
+from hicache_ext.cli.output import argument, command, fitted, one_of, progress, rough_span, show
 from hicache_ext.config import load_config, load_document, parse_duration, rounded_size
 from hicache_ext.errors import ConfigError, HicacheExtError, StoreError
 from hicache_ext.page.envelope import PAGE_HASH_LENGTH
@@ -47,27 +49,17 @@ _SGLANG_THRESHOLD = 256
 """SGLang's own ``prefetch_threshold``, where no other is configured."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
-    """Those of both commands; ``role``: the default."""
-    parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
-    add_prompt_arguments(parser)
-    parser.add_argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
-    parser.add_argument("--role", choices=("prefill", "decode", "both"), default=role, help="default: %(default)s")
-    add_namespace_arguments(parser)
+_CONFIG = argument("config", metavar="CONFIG", help="the configuration file that the server is given")
+_NAME = argument("--served-name", metavar="NAME", help="of the model, where the tiers hold several")
+_ROLE = partial(argument, "--role", choices=("prefill", "decode", "both"), help="default: %(default)s")
 
 
-def configure_explain(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser, "both")
-    describe(
-        parser,
-        "hicache.yaml --tokens tokens.json",
-        "hicache.yaml --prompt prompt.txt --model /models/llama",
-        run=_explain,
-        problem="a page of the KV is missing",
-    )
-
-
-def _explain(arguments: argparse.Namespace) -> int:
+@command(
+    *(_CONFIG, MODEL, one_of(*PROMPTS), _NAME, _ROLE(default="both"), *NAMESPACE),
+    examples=("hicache.yaml --tokens tokens.json", "hicache.yaml --prompt prompt.txt --model /models/llama"),
+    problem="a page of the KV is missing",
+)
+def explain_command(arguments: argparse.Namespace) -> int:
     """Explain each prompt; 1 where a page of the KV is missing."""
     document = load_document(arguments.config)
     config = document.hicache_ext.for_role(arguments.role)
@@ -152,18 +144,13 @@ def _document(explanation: Explanation) -> dict[str, Any]:
 # -- warm --------------------------------------------------------------------------------------------------------------
 
 
-def configure_warm(parser: argparse.ArgumentParser) -> None:
-    _add_arguments(parser, "prefill")
-    parser.add_argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)")
-    describe(
-        parser,
-        "hicache.yaml --tokens tokens.json",
-        run=_warm,
-        problem="nothing can be warmed, or a page that exists could not be copied",
-    )
-
-
-def _warm(arguments: argparse.Namespace) -> int:
+@command(
+    *(_CONFIG, MODEL, one_of(*PROMPTS), _NAME, _ROLE(default="prefill"), *NAMESPACE),
+    argument("--to", metavar="TIER", help="the tier to warm (default: promote_to)"),
+    examples=["hicache.yaml --tokens tokens.json"],
+    problem="nothing can be warmed, or a page that exists could not be copied",
+)
+def warm_command(arguments: argparse.Namespace) -> int:
     """Warm and print the result; 1 when a page that exists could not be copied."""
     config = load_config(arguments.config).for_role(arguments.role)
     prompts = prompts_of(arguments)
@@ -191,23 +178,18 @@ def _warm(arguments: argparse.Namespace) -> int:
 # -- hint --------------------------------------------------------------------------------------------------------------
 
 
-def configure_hint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("retain", "release", "demote"), help="what a request would have asked for")
-    parser.add_argument("config", metavar="CONFIG", help="the configuration file that the server is given")
-    add_prompt_arguments(parser)
-    parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
-    add_namespace_arguments(parser)
-    parser.add_argument("--for", dest="duration", metavar="DURATION", help="retain: such as 10m; left out: 1h")
-    parser.add_argument("--from-token", type=int, default=0, help="demote: what stands before stays as it is")
-    describe(
-        parser,
-        "retain hicache.yaml --tokens prompt.json --for 10m",
-        run=_hint,
-        problem="it was not followed: too many leases, or nothing there that takes hints",
-    )
+_PAGE_SIZE = argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
 
 
-def _hint(arguments: argparse.Namespace) -> int:
+@command(
+    argument("action", choices=("retain", "release", "demote"), help="what a request would have asked for"),
+    *(_CONFIG, MODEL, one_of(*PROMPTS), _PAGE_SIZE, *NAMESPACE),
+    argument("--for", dest="duration", metavar="DURATION", help="retain: such as 10m; left out: 1h"),
+    argument("--from-token", type=int, default=0, help="demote: what stands before stays as it is"),
+    examples=["retain hicache.yaml --tokens prompt.json --for 10m"],
+    problem="it was not followed: too many leases, or nothing there that takes hints",
+)
+def hint_command(arguments: argparse.Namespace) -> int:
     """Do at once what a request would have asked a server for (serving/kv_hints.py)."""
     config = load_config(arguments.config)
     size = arguments.page_size or _page_size(_directories(arguments.config))
@@ -229,39 +211,18 @@ def _hint(arguments: argparse.Namespace) -> int:
 # -- pin, unpin, pins --------------------------------------------------------------------------------------------------
 
 
-def configure_pin(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    _add_name(parser)
-    what = add_prompt_arguments(parser)
-    what.add_argument("--keys", metavar="FILE", help="page hashes, 64 hex digits a line; '-': standard input")
-    parser.add_argument("--page-size", type=int, help="tokens per page; left out: that of the pages in the directory")
-    add_namespace_arguments(parser)
-    parser.add_argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned")
-    describe(
-        parser,
-        "hicache.yaml --name system-prompt --tokens prompt.json --for 30d",
-        run=_pin,
-        problem="the directory is none of a file tier, or cannot be changed",
-    )
+_PIN = argument("--name", required=True, help="of the pin: letters, digits, '.', '_' and '-'")
+_KEYS = argument("--keys", metavar="FILE", help="page hashes, 64 hex digits a line; '-': standard input")
 
 
-def configure_unpin(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    _add_name(parser)
-    describe(parser, "hicache.yaml --name system-prompt", run=_unpin, problem="there is no such pin")
-
-
-def configure_pins(parser: argparse.ArgumentParser) -> None:
-    add_target(parser)
-    describe(parser, "hicache.yaml", run=_pins, problem="the directory cannot be read")
-
-
-def _add_name(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", required=True, help="of the pin: letters, digits, '.', '_' and '-'")
-
-
-def _pin(arguments: argparse.Namespace) -> int:
-    directories = _directories(arguments.target)
+@command(
+    *(TARGET, _PIN, MODEL, one_of(*PROMPTS, _KEYS), _PAGE_SIZE, *NAMESPACE),
+    argument("--for", dest="duration", metavar="DURATION", help="such as 7d; left out: until it is unpinned"),
+    examples=["hicache.yaml --name system-prompt --tokens prompt.json --for 30d"],
+    problem="the directory is none of a file tier, or cannot be changed",
+)
+def pin_command(arguments: argparse.Namespace) -> int:
+    directories = _directories(arguments.target, keys=True)
     seconds = None if arguments.duration is None else parse_duration(arguments.duration, "--for")
     option = next(f"--{name}" for name in ("tokens", "prompt", "keys") if getattr(arguments, name) is not None)
     if option == "--keys":
@@ -277,10 +238,10 @@ def _pin(arguments: argparse.Namespace) -> int:
             raise ConfigError(option, str(error)) from None
         if not hashes:
             raise ConfigError(option, f"{len(tokens)} tokens are no whole page of {size}")
-    names = {directory: names_of(hashes) for directory, names_of in _names(arguments.target).items()}
-    for directory in directories:
+    names = {directory: _names(directory, target, hashes) for directory, target in directories.items()}
+    for directory, stored_as in names.items():
         try:
-            add_pin(directory, arguments.name, names[directory], seconds)
+            add_pin(directory, arguments.name, stored_as, seconds)
         except OSError as error:
             raise StoreError(f"{str(directory)!r}: {error.strerror or error}") from error
         except ValueError as error:
@@ -295,7 +256,8 @@ def _pin(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _unpin(arguments: argparse.Namespace) -> int:
+@command(TARGET, _PIN, examples=["hicache.yaml --name system-prompt"], problem="there is no such pin")
+def unpin_command(arguments: argparse.Namespace) -> int:
     directories = _directories(arguments.target)
     removed = [directory for directory in directories if remove_pin(directory, arguments.name)]
     if not removed:
@@ -307,7 +269,8 @@ def _unpin(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _pins(arguments: argparse.Namespace) -> int:
+@command(TARGET, examples=["hicache.yaml"], problem="the directory cannot be read")
+def pins_command(arguments: argparse.Namespace) -> int:
     pins: dict[str, Pin] = {}
     present: dict[str, int] = {}
     for directory in _directories(arguments.target):
@@ -328,32 +291,28 @@ def _pins(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _directories(target: str) -> list[Path]:
+def _directories(named: str, *, keys: bool = False) -> dict[Path, Target]:
     """Those of the file tiers of a configuration, or the one that was named. Raises StoreError."""
-    directories = directories_of(target)
-    for directory in directories:
+    found = {directory: target for target in targets(named, keys=keys) for directory in target.directories}
+    for directory in found:
         if layout_in(directory) is None:
             raise StoreError(f"{str(directory)!r} is no directory of a file tier: it has neither pages nor slabs")
-    return directories
-
-
-def _names(target: str) -> dict[Path, Callable[[Sequence[bytes]], list[bytes]]]:
-    """For each directory the names under which pages with these hashes are stored. Raises ConfigError."""
-    found: dict[Path, Callable[[Sequence[bytes]], list[bytes]]] = {}
-    for one in targets(target, keys=True):
-        seal = None if one.transforms is None else one.transforms.seal
-        for directory in one.directories:
-            if one.tier is None and any(
-                document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
-                for _, document in documents_in(directory)
-            ):
-                problem = "pages here are encrypted, and their names hidden"
-                raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
-            found[directory] = list if seal is None else seal.names_of
     return found
 
 
-def _page_size(directories: Sequence[Path]) -> int:
+def _names(directory: Path, target: Target, hashes: Sequence[bytes]) -> Sequence[bytes]:
+    """The names under which pages with these hashes are stored there. Raises ConfigError."""
+    if target.tier is None and any(
+        document.get(STORED_AS, {}).get("seal") == SealMode.ENCRYPT.name.lower()
+        for _, document in documents_in(directory)
+    ):
+        problem = "pages here are encrypted, and their names hidden"
+        raise ConfigError("CONFIG|DIRECTORY", problem, "the configuration file, which names the keys")
+    seal = None if target.transforms is None else target.transforms.seal
+    return hashes if seal is None else seal.names_of(hashes)
+
+
+def _page_size(directories: Iterable[Path]) -> int:
     """The page size of all pages here, by the documents of their identities."""
     documents = [document for directory in directories for _, document in documents_in(directory)]
     found = [document.get("pool", {}).get("page_size") for document in documents]

@@ -36,8 +36,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.inputs import unusable_model
-from hicache_ext.cli.output import describe, show
+from hicache_ext.cli.inputs import read_input, unusable_model
+from hicache_ext.cli.output import argument, command, show
 from hicache_ext.cli.server_commands import facts_of, read_samples
 from hicache_ext.config import rounded_size
 from hicache_ext.config.model import ExtraConfig
@@ -80,57 +80,40 @@ _LOSSY = 0.5
 zeros 0.30, layers exchanged 4.2, codes without their scales 14; but a head of zeros in one layer 0.06 to 0.08."""
 
 
-def configure_prove(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def share_of_time(text: str) -> float:
+    share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 < share <= 1:
+        raise ValueError
+    return share
+
+
+@command(
+    argument(
         "--url",
         required=True,
         help="a server that runs, such as http://127.0.0.1:30000: it is flushed, and its storage keeps the prompts",
-    )
-    parser.add_argument("--quick", action="store_true", help="two short prompts and no more than a minute on a GPU")
-    parser.add_argument(
-        "--restart", metavar="COMMAND", help="restarts the server; what it restores then is compared too"
-    )
-    parser.add_argument(
+    ),
+    argument("--quick", action="store_true", help="two short prompts and no more than a minute on a GPU"),
+    argument("--restart", metavar="COMMAND", help="restarts the server; what it restores then is compared too"),
+    argument(
         "--canary",
         type=share_of_time,
         metavar="SHARE",
         help="until it is ended, for at most this share of the time (0.1%%) and while the server is idle, "
         "compare what is restored, and flush nothing; a difference ends storing and restoring there",
-    )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key of a server with --api-key")
-    describe(
-        parser,
-        "--url http://127.0.0.1:30000 > proof.md",
-        "--url http://127.0.0.1:30000 --canary 0.1%",
-        run=_prove,
-        problem="a restored answer is DIFFERENT",
-        nothing="nothing could be shown",
-    )
-
-
-def configure_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", help="a model directory or name that SGLang can load (default: a small one that comes as a package)"
-    )
-    parser.add_argument(
-        "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
-    )
-    describe(
-        parser,
-        "",
-        "--model /models/llama -- --tp 2",
-        run=_demonstrate,
-        problem="an answer differs, nothing came from storage after the restart, or a server failed",
-    )
-
-
-def _prove(arguments: argparse.Namespace) -> int:
+    ),
+    argument("--api-key-file", metavar="FILE", help="holds the key of a server with --api-key"),
+    examples=("--url http://127.0.0.1:30000 > proof.md", "--url http://127.0.0.1:30000 --canary 0.1%"),
+    problem="a restored answer is DIFFERENT",
+    nothing="nothing could be shown",
+)
+def prove_command(arguments: argparse.Namespace) -> int:
     headers = {}
     if arguments.api_key_file is not None:
-        try:
-            headers["Authorization"] = f"Bearer {arguments.api_key_file.read_text('ascii').strip()}"
-        except (OSError, ValueError) as error:
-            raise ConfigError("--api-key-file", f"it cannot be read ({error})", "a file with the key") from None
+        key = read_input(arguments.api_key_file, "--api-key-file").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError("--api-key-file", "it holds no key", "a file with the key in one line of ASCII")
+        headers["Authorization"] = f"Bearer {key}"
     server = SglangClient(arguments.url, headers)
 
     def restart() -> None:
@@ -147,7 +130,17 @@ def _prove(arguments: argparse.Namespace) -> int:
     return _tell(arguments, proof)
 
 
-def _demonstrate(arguments: argparse.Namespace) -> int:
+@command(
+    argument(
+        "--model", help="a model directory or name that SGLang can load (default: a small one that comes as a package)"
+    ),
+    argument(
+        "server_arguments", nargs="*", metavar="-- SERVER ARGUMENT", help="passed to sglang.launch_server, after --"
+    ),
+    examples=("", "--model /models/llama -- --tp 2"),
+    problem="an answer differs, nothing came from storage after the restart, or a server failed",
+)
+def demo_command(arguments: argparse.Namespace) -> int:
     """Prove it of a server that is started for it; 1 also where nothing could be shown."""
     need("sglang", "torch")
     from hicache_ext.testing.server import SglangServer
@@ -201,13 +194,6 @@ def _tell(arguments: argparse.Namespace, find: Callable[[], Proof]) -> int:
     document = proof.document()
     show(arguments, document, as_lines(document))
     return {EQUAL: 0, WITHIN: 0, DIFFERENT: 1}.get(proof.verdict, 2)
-
-
-def share_of_time(text: str) -> float:
-    share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    if not 0 < share <= 1:
-        raise ValueError
-    return share
 
 
 def _say(line: str) -> None:
@@ -382,20 +368,18 @@ def prove(
     if not any(proof.facts[name] for name in ("storage", "linker")):
         raise ServerError("this server has no storage: it was started without --hicache-storage-backend")
     longest = asked.longest()
-    prompts = [asked.prompt(n) for n in (QUICK_LENGTHS if quick else LENGTHS) if n <= longest]
-    prompts = prompts or [asked.prompt(longest)]
-    middle = min(prompts, key=lambda tokens: abs(len(tokens) - 2000))
+    lengths = [length for length in (QUICK_LENGTHS if quick else LENGTHS) if length <= longest] or [longest]
     # Each prompt has a name of its own, so that they do not share what is restored; the adapter's is that of the same
     # prompt without it.
-    names = {tokens: {"extra_key": f"{salt}-{at}"} for at, tokens in enumerate(prompts)}
-    groups: list[tuple[str, list[Prompt]]]
-    groups = [(f"{len(tokens):,} tokens", [(tokens, names[tokens])]) for tokens in prompts]
+    prompts: list[Prompt] = [(asked.prompt(length), {"extra_key": f"{salt}-{length}"}) for length in lengths]
+    groups = [(f"{len(prompt[0]):,} tokens", [prompt]) for prompt in prompts]
+    middle, named = min(prompts, key=lambda prompt: abs(len(prompt[0]) - 2000))
     fit = max(1, min(AT_ONCE, asked.longest(1) // (len(middle) + ANSWER)))
     alone: list[Prompt] = [(asked.prompt(len(middle)), {"extra_key": f"{salt}-at-once-{at}"}) for at in range(fit)]
     groups.append((f"{fit} at once", alone))
     for adapter in (info.get("lora_paths") or ())[:1]:
         name = adapter.get("lora_name") if isinstance(adapter, dict) else adapter
-        groups.append((f"adapter {name}", [(middle, {**names[middle], "lora_path": str(name)})]))
+        groups.append((f"adapter {name}", [(middle, {**named, "lora_path": str(name)})]))
     if json.loads(server.get("/model_info")).get("has_image_understanding"):
         about = asked.about_an_image()
         try:
@@ -403,7 +387,7 @@ def prove(
             groups.append(("an image", [((), {"messages": about, "extra_key": f"{salt}-image"})]))
         except (ServerError, OSError, http.client.HTTPException) as error:
             proof.facts["not_tried"] = f"prompts with images ({shown_text(str(error).partition(chr(10))[0])})"
-    server.generate(asked.prompt(min(len(tokens) for tokens in prompts)), 2, extra_key=f"{salt}-warm")
+    server.generate(asked.prompt(min(lengths)), 2, extra_key=f"{salt}-warm")
     answers = []
     failed: Exception | None = None
     try:

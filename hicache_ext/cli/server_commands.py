@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.cli.output import describe, fitted, rough_span, show
+from hicache_ext.cli.output import argument, command, fitted, rough_span, show
 from hicache_ext.config import load_document, parse_duration, rounded_size
-from hicache_ext.errors import CommandError, ConfigError, ControlError, HicacheExtError
+from hicache_ext.errors import CommandError, ConfigError, ControlError
 from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.shown import shown_address, shown_text
 from hicache_ext.storage.serving.control import Answer, ask, has_listener, servers
@@ -228,20 +228,17 @@ _LONGEST = 64 << 20
 _CLEAR = "\x1b[H\x1b[2J"
 
 
-def configure_stats(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
-    parser.add_argument("--interval", default="2s", metavar="DURATION", help="between two looks (default: %(default)s)")
-    parser.add_argument("--once", action="store_true", help="print the totals since the server's start, once")
-    describe(
-        parser,
-        "http://127.0.0.1:30000",
-        "http://127.0.0.1:30000 --once --json",
-        run=_stats,
-        problem="the server cannot be read, or has no metrics of hicache_ext",
-    )
+_SERVER = argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
 
 
-def _stats(arguments: argparse.Namespace) -> int:
+@command(
+    _SERVER,
+    argument("--interval", default="2s", metavar="DURATION", help="between two looks (default: %(default)s)"),
+    argument("--once", action="store_true", help="print the totals since the server's start, once"),
+    examples=("http://127.0.0.1:30000", "http://127.0.0.1:30000 --once --json"),
+    problem="the server cannot be read, or has no metrics of hicache_ext",
+)
+def stats_command(arguments: argparse.Namespace) -> int:
     """Print the table, with ``--json`` a document in a line, until interrupted."""
     url = metrics_url(arguments.url)
     interval = parse_duration(arguments.interval, "--interval")
@@ -403,12 +400,8 @@ _WIDTH = 50
 """Characters of a bar for all uses."""
 
 
-def configure_curve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:30000")
-    describe(parser, "http://127.0.0.1:30000", run=_curves, problem="the server cannot be read, or no tier of it knows")
-
-
-def _curves(arguments: argparse.Namespace) -> int:
+@command(_SERVER, examples=["http://127.0.0.1:30000"], problem="the server cannot be read, or no tier of it knows")
+def curve_command(arguments: argparse.Namespace) -> int:
     """Print a bar for each capacity of each tier that knows; 1 where none does."""
     samples = fetch(metrics_url(arguments.url))
     tiers: list[dict[str, Any]] = []
@@ -432,25 +425,16 @@ def _curves(arguments: argparse.Namespace) -> int:
 # -- reload ------------------------------------------------------------------------------------------------------------
 
 
-def configure_reload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="the file that the servers were started with (@FILE)")
-    parser.add_argument("--check", action="store_true", help="only say whether it would be taken over")
-    describe(
-        parser,
-        "--check hicache.yaml",
-        "hicache.yaml",
-        run=_reload,
-        problem="no server runs with that file, or a process refuses it",
-    )
-
-
-def _reload(arguments: argparse.Namespace) -> int:
+@command(
+    argument("file", metavar="FILE", help="the file that the servers were started with (@FILE)"),
+    argument("--check", action="store_true", help="only say whether it would be taken over"),
+    examples=("--check hicache.yaml", "hicache.yaml"),
+    problem="no server runs with that file, or a process refuses it",
+)
+def reload_command(arguments: argparse.Namespace) -> int:
     file = os.path.abspath(arguments.file.removeprefix("@"))
     load_document(file)  # its mistakes are reported here, once, before any server is asked
-    try:
-        found = [facts for path in servers() if (facts := facts_of(path)) is not None]
-    except ControlError as error:
-        raise HicacheExtError(str(error)) from error
+    found = [facts for path in servers() if (facts := facts_of(path)) is not None]
     chosen = [
         facts for facts in found if "file" not in facts or os.path.realpath(facts["file"]) == os.path.realpath(file)
     ]

@@ -178,11 +178,7 @@ def _json_of(text: str) -> object:
 class _Misread(int):
     """A number that YAML 1.1 reads in octal or base 60: ``ttl: 010`` would be 8 seconds, ``ttl: 1:30`` 90."""
 
-    base = "octal"
-
-
-class _MisreadTime(_Misread):
-    base = "base 60"
+    base: str
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -202,9 +198,11 @@ class _YamlLoader(yaml.SafeLoader):
 
     def construct_number(self, node: yaml.ScalarNode) -> object:
         number = self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
-        if ":" in node.value:
-            return _MisreadTime(number)
-        return _Misread(number) if _OCTAL.fullmatch(node.value) else number
+        if ":" not in node.value and not _OCTAL.fullmatch(node.value):
+            return number
+        misread = _Misread(number)
+        misread.base = "base 60" if ":" in node.value else "octal"
+        return misread
 
 
 for _kind in ("int", "float"):

@@ -55,19 +55,19 @@ MODULES_VARIABLE = "HICACHE_EXT_RIG_MODULES"
 # is what everybody else on the machine may take between two looks at what is free, before a start is refused.
 # sleep-on-idle and one OpenMP thread keep a scheduler's polling loop from starving the model (a 1-token prefill took
 # 3 s without them).
-_DEFAULT_ARGUMENTS: dict[str, str | None] = {
-    "--device": "cpu",
-    "--attention-backend": "torch_native",
-    "--sampling-backend": "pytorch",
-    "--grammar-backend": "none",
-    "--dtype": "bfloat16",
-    "--mem-fraction-static": "0.5",
-    "--max-total-tokens": "32768",
-    "--max-mamba-cache-size": "64",
-    "--max-running-requests": "8",
-    "--skip-server-warmup": None,
-    "--sleep-on-idle": None,
-}
+_DEFAULT_ARGUMENTS = (
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--sampling-backend=pytorch",
+    "--grammar-backend=none",
+    "--dtype=bfloat16",
+    "--mem-fraction-static=0.5",
+    "--max-total-tokens=32768",
+    "--max-mamba-cache-size=64",
+    "--max-running-requests=8",
+    "--skip-server-warmup",
+    "--sleep-on-idle",
+)
 
 _DEFAULT_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -75,16 +75,6 @@ _DEFAULT_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-def cpu_arguments(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with the defaults for CPU appended for every flag that is not given."""
-    given = {argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
-    completed = list(arguments)
-    for flag, value in _DEFAULT_ARGUMENTS.items():
-        if flag not in given:
-            completed += [flag] if value is None else [flag, value]
-    return completed
 
 
 def prepare_process() -> None:
@@ -123,7 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.argv[1:] = arguments
         runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
         return
-    arguments = cpu_arguments(arguments)
     _collect_garbage_less_often()
     install_mends()
     # Not runpy: the children must find this module as their parent's main module, not SGLang's.
@@ -135,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load_plugins()
     if missing := not_in_force([COPIES]):
         raise SystemExit(f"{missing[COPIES]}; SGLang's log above says why")
-    server_args = prepare_server_args(arguments)
+    # Of a flag that is given twice the last one counts.
+    server_args = prepare_server_args([*_DEFAULT_ARGUMENTS, *arguments])
     try:
         run_server(server_args)
     finally:

@@ -277,9 +277,8 @@ def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
     """The tiers that are read or written, in written order."""
     written = {*config.store_locations, config.promote_to}
     used = {*config.retrieve_locations, *config.store_locations}
-    return {
-        name: tier if name in written else tier.not_written() for name, tier in config.tiers.items() if name in used
-    }
+    tiers = {name: tier for name, tier in config.tiers.items() if name in used}
+    return {name: tier if name in written else tier.written_by(0) for name, tier in tiers.items()}
 
 
 def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: bool = False) -> dict[str, TierHandle]:
@@ -353,7 +352,8 @@ def admission_of(config: TierConfig, role: str) -> AdmissionSettings | None:
         return None
     from hicache_ext.storage.tiering.admission import AdmissionSettings
 
-    return AdmissionSettings(learned, None if budget is None else budget / config.writers, config.writers)
+    writers = max(1, config.writers)  # one that is only read may be written after the next reload
+    return AdmissionSettings(learned, None if budget is None else budget / writers, writers)
 
 
 def _open(name: str, config: TierConfig) -> PageStore:

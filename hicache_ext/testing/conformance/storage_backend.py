@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from hicache_ext.sglang.releases import end_registration
+from hicache_ext.storage.contract.base import leading
 from hicache_ext.testing.conformance.pages import in_threads
 from hicache_ext.testing.host_pools import Pools, make_storage_config, mha_pools, page_indices
 from hicache_ext.testing.sglang_cpu import prepare_process
@@ -69,14 +70,14 @@ class Driver:
         if self.zero_copy:
             results = self.backend.batch_get_v1(list(keys), page_indices(PAGE_SIZE, list(pages)), None)
             assert len(results) == len(keys)
-            return _leading([bool(result) for result in results])
+            return leading([bool(result) for result in results])
         targets = [self.pools.host.get_dummy_flat_data_page() for _ in keys]
         found = self.backend.batch_get(list(keys), targets)
         assert len(found) == len(keys)
-        leading = _leading([data is not None for data in found])
-        for page, data in zip(pages[:leading], found[:leading], strict=True):
+        count = leading([data is not None for data in found])
+        for page, data in zip(pages[:count], found[:count], strict=True):
             self.pools.host.set_from_flat_data_page(page * PAGE_SIZE, data)
-        return leading
+        return count
 
     def content(self, page: int) -> bytes:
         """The bytes of a host page."""
@@ -166,8 +167,8 @@ class StorageBackendTests:
         assert driver.read(keys[:3], (0, 1, 2)) == 0
         driver.write(keys[:2], (0, 1))
         driver.write(keys[3:5], (3, 4))
-        for first, leading in ((0, 2), (3, 2), (2, 0), (6, 0)):
-            assert driver.backend.batch_exists(keys[first:]) == leading
+        for first, run in ((0, 2), (3, 2), (2, 0), (6, 0)):
+            assert driver.backend.batch_exists(keys[first:]) == run
         assert driver.backend.batch_exists(keys[:1]) == 1
         assert driver.read(keys[:4], (4, 5, 6, 7)) == 2
 
@@ -355,10 +356,6 @@ class StorageBackendTests:
                 driver.backend.get_stats()
 
         in_threads(*[partial(work, page) for page in range(8)])
-
-
-def _leading(flags: Sequence[bool]) -> int:
-    return list(flags).index(False) if False in flags else len(flags)
 
 
 def _flip(data: bytes, position: int) -> bytes:
