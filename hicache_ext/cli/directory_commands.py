@@ -97,8 +97,8 @@ def groups_of(directories: Sequence[Path], trouble: Trouble) -> list[Group]:
     """The pages of all of them by identity."""
     groups: dict[bytes, Group] = {}
     for directory in directories:
-        with trouble.noted(), closing(opened(directory)) as inspector:
-            add_pages(inspector, groups)
+        with trouble.noted():
+            add_pages(opened(directory), groups)
     return list(groups.values())
 
 
@@ -188,7 +188,8 @@ def _stat_of(target: Target, trouble: Trouble) -> dict[str, Any] | None:
     tenants = Counter[str]()
     layout = None
     for path in target.directories:
-        with trouble.noted(), closing(opened(path)) as inspector:
+        with trouble.noted():
+            inspector = opened(path)
             add_pages(inspector, groups)
             occupied += occupied_bytes(path)
             layout = inspector.layout
@@ -376,7 +377,8 @@ def _verify_directory(
     """Look at every page, and add to ``counts`` and ``bad_pages``. Return the keys of bad ones, with the copy seen."""
     bad: dict[bytes, bytes | None] = {}
     seals = StoredSeals(directory, transforms)
-    with closing(opened(directory)) as inspector, progress("pages read") as told:
+    inspector = opened(directory)
+    with progress("pages read") as told:
         pages = list(inspector.pages())
         for number, page in enumerate(pages, start=1):
             told(number, len(pages))
@@ -480,8 +482,7 @@ def _gc(arguments: argparse.Namespace) -> int:
 
 def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
     """Add to ``found`` what is left over in the directory, or was removed."""
-    with closing(opened(directory)) as inspector:
-        left_over = inspector.left_overs()
+    left_over = opened(directory).left_overs()
     before = occupied_bytes(directory)
     over = pins_that_are_over(directory)
     if look_only:
