@@ -172,7 +172,14 @@ class _Part:
         if self._mount_point is not None and self._mount_point not in mounted:
             check_files_are_there(self.path)
         if self.path.is_dir():
-            _try_to_write(self.path)
+            probe = self.path / f".probe.{secrets.randbelow(1 << 63)}"
+            fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.unlink(probe)
+                os.write(fd, bytes(4096))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         self._mount_point = mount_point
 
     def _mount_points(self) -> tuple[str, frozenset[str]]:
@@ -471,19 +478,14 @@ class SpreadStore:
             part.failed_calls[kind] = 0
             return answer
         part.failed_calls[kind] += 1
-        if kind == "set":
-            self._pause_writes(part)
-        elif part.failed_calls[kind] >= CALLS_BEFORE_OUT:
+        if part.failed_calls[kind] < CALLS_BEFORE_OUT and not (kind == "set" and part.writes.in_doubt):
+            return answer
+        if kind != "set":
             part.breaker.trip(str(part.last_error))
-        return answer
-
-    def _pause_writes(self, part: _Part) -> None:
-        """After a write that failed; what the path has is read."""
-        if part.failed_calls["set"] < CALLS_BEFORE_OUT and not part.writes.in_doubt:
-            return
-        if part.writes.begin(str(part.last_error)) and len(self._usable) != 1:
+        elif part.writes.begin(str(part.last_error)) and len(self._usable) != 1:
             words = "tier %s: path %s takes no writes: %s. It is read, and new pages go to the other paths"
             logger.error(words, self.name, part.path, part.last_error)
+        return answer
 
     # -- out of service and back -----------------------------------------------------------------------------------
 
@@ -595,18 +597,6 @@ class SpreadStore:
                 store.close()
         except Exception:
             logger.exception("tier %s: closing path %s", self.name, part.path)
-
-
-def _try_to_write(path: Path) -> None:
-    """Raises OSError unless the device takes a write."""
-    probe = path / f".probe.{secrets.randbelow(1 << 63)}"
-    fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.unlink(probe)
-        os.write(fd, bytes(4096))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _achieved(answer: object) -> bool:

@@ -36,7 +36,12 @@ def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
     if tier.layout == "pages" and tier.io == "direct":
         raise ConfigError(f"{key}.io", "'direct' needs layout slab: page files are not aligned", "auto, buffered")
     for path in tier.path:
-        _warn_of_root(name, tier, path)
+        root = on_root_file_system(path)
+        # Once in a process: a tier that cannot start is opened again and again.
+        if root is not None and not tier.require_mount and (name, path) not in _warned_of_root:
+            _warned_of_root.add((name, path))
+            otherwise = "if a disk of its own is meant, it is not mounted (require_mount: true refuses that)"
+            logger.warning("tier %s: %s is on %s; %s", name, path, root, otherwise)
     return open_paths(name, tier)
 
 
@@ -87,19 +92,6 @@ def _access(key: str, tier: FileTierConfig) -> Access:
         raise ConfigError(
             f"{key}.group", f"this machine has no group {tier.group!r}", "a group, or its number"
         ) from None
-
-
-def _warn_of_root(name: str, tier: FileTierConfig, path: str) -> None:
-    """Once in a process: a tier that cannot start is opened again and again."""
-    root = on_root_file_system(path)
-    if root is not None and not tier.require_mount and (name, path) not in _warned_of_root:
-        _warned_of_root.add((name, path))
-        logger.warning(
-            "tier %s: %s is on %s; if a disk of its own is meant, it is not mounted (require_mount: true refuses that)",
-            name,
-            path,
-            root,
-        )
 
 
 def _open_path(
