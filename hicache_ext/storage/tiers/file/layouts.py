@@ -18,7 +18,6 @@ directory in it, that holds such a thing. The directory of a newer release is le
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import math
@@ -162,12 +161,6 @@ def adopt(path: Path, layout: Layout, tier: str) -> None:
             tier,
             ", ".join(map(str, newer)),
         )
-
-
-def check_files_are_there(path: Path) -> None:
-    """Raises OSError unless ``path``, a tier's, still has its files: its disk is mounted, and answers."""
-    if layout_in(path) is None:
-        raise FileNotFoundError(errno.ENOENT, "it has neither pages nor slabs any more", str(path))
 
 
 def choose_layout(

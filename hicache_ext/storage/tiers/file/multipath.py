@@ -20,6 +20,7 @@ takes one it is as before.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -51,7 +52,7 @@ from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
-from hicache_ext.storage.tiers.file.layouts import check_files_are_there, members_file
+from hicache_ext.storage.tiers.file.layouts import layout_in, members_file
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -124,10 +125,8 @@ class _Part:
         while the path was out of service, or if it failed before that: they are to be cleared before it is back."""
         self._members_fd: int | None = None
         """Of the file that says who uses the directory in service: it is there as long as the directory is the same."""
-        self._mount_point: str | None = None
-        """Of the directory that is to be opened, or was; None where that could not be seen."""
-        with suppress(OSError):
-            self._mount_point = self._mount_points()[0]
+        self._mount_point, _ = mount_points(str(path.absolute()))
+        """Of the directory that is to be opened, or was."""
         self._lock = threading.Lock()
 
     def look(self) -> None:
@@ -168,9 +167,9 @@ class _Part:
 
         Makes no directory where a mount has vanished: the tier would begin anew on the disk below.
         """
-        mount_point, mounted = self._mount_points()
-        if self._mount_point is not None and self._mount_point not in mounted:
-            check_files_are_there(self.path)
+        mount_point, mounted = mount_points(str(self.path.absolute()))
+        if self._mount_point not in mounted and layout_in(self.path) is None:
+            raise FileNotFoundError(errno.ENOENT, "it has neither pages nor slabs any more", str(self.path))
         if self.path.is_dir():
             probe = self.path / f".probe.{secrets.randbelow(1 << 63)}"
             fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -181,9 +180,6 @@ class _Part:
             finally:
                 os.close(fd)
         self._mount_point = mount_point
-
-    def _mount_points(self) -> tuple[str, frozenset[str]]:
-        return mount_points(str(self.path.absolute()))
 
     def note(self, error: Exception) -> None:
         if is_device_error(error):
