@@ -392,8 +392,7 @@ def _verify_directory(
             if not isinstance(seen, str):
                 reason, bad[page.key] = seen
                 model = (load_document(directory, page.identity) or {}).get("model", {}).get("id")
-                known = {"hash": name, "identity": page.identity.hex(), "model": model, "reason": reason}
-                bad_pages.append(known)
+                bad_pages.append({"hash": name, "identity": page.identity.hex(), "model": model, "reason": reason})
                 print(f"bad ({reason}): page {name} of {shown_text(model or 'unknown')}")
                 continue
             counts[seen] += 1
