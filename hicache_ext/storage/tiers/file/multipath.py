@@ -184,7 +184,7 @@ class _Part:
     def note(self, error: Exception) -> None:
         if is_device_error(error):
             if self.store is not None:
-                self.clear_again()
+                self.doubt_clears()
             with self._lock:
                 self.errors += 1
                 self.last_error = error
@@ -194,7 +194,7 @@ class _Part:
         with self._lock:
             self._cleared = self._in_doubt() | dict.fromkeys(digests, time.monotonic() + seconds)
 
-    def clear_again(self) -> None:
+    def doubt_clears(self) -> None:
         """What the disk may have lost is to be cleared once more."""
         with self._lock:
             self._cleared = dict.fromkeys(self._in_doubt(), math.inf)
@@ -515,7 +515,7 @@ class SpreadStore:
             logger.warning("tier %s: path %s is back in service", self.name, part.path)
             return
         with self._state:
-            part.clear_again()
+            part.doubt_clears()
             self._usable = tuple(other for other in self._usable if other != number)
         self.metrics.add("path_out_of_service", str(part.path))
         logger.error(
