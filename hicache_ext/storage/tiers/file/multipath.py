@@ -570,6 +570,7 @@ class SpreadStore:
                 part.writes.end()
                 self._usable = tuple(sorted({*self._usable, number}))
         except BaseException:
+            part.doubt_clears()
             part.give_up()
             opened.close()
             raise
