@@ -350,16 +350,16 @@ class SpreadStore:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        results = self._asked("get", batch, batch.keys, batch.select, [GetResult.REJECTED] * len(batch.sizes))
+        results = self._asked("get", batch, [GetResult.REJECTED] * len(batch.sizes))
         if rejected := results.count(GetResult.REJECTED):
             self.metrics.add("get", "rejected", rejected)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        return self._asked("set", batch, batch.keys, batch.select, [SetResult.REJECTED] * len(batch.sizes))
+        return self._asked("set", batch, [SetResult.REJECTED] * len(batch.sizes))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._asked("contains", keys, keys, partial(_chosen, keys), [False] * len(keys))
+        return self._asked("contains", keys, [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         if len(usable := self._usable) != 1:
@@ -430,19 +430,15 @@ class SpreadStore:
             positions.setdefault(number, []).append(position)
         return list(positions.items())
 
-    def _asked(
-        self,
-        kind: str,
-        argument: Any,
-        keys: Sequence[bytes],
-        part_of: Callable[[Sequence[int]], Any],
-        otherwise: list[_Result],
-    ) -> list[_Result]:
+    def _asked(self, kind: str, asked: PageBatch | Sequence[bytes], otherwise: list[_Result]) -> list[_Result]:
         """The answers of call ``kind``, ``otherwise`` for the pages of paths out of service."""
         with self._calls:
             if len(usable := self._usable) == 1:
-                return self._call(usable[0], kind, argument, otherwise)
-            # Of every path that has some of ``keys``, all paths simultaneously.
+                return self._call(usable[0], kind, asked, otherwise)
+            # Of every path that has some of these pages, all paths simultaneously.
+            keys, part_of = (
+                (asked.keys, asked.select) if isinstance(asked, PageBatch) else (asked, partial(_chosen, asked))
+            )
             split, results = self._by_path(keys, to_write=kind == "set"), otherwise
 
             def one(which: int) -> None:
