@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks import replay_trace
 from hicache_ext.storage.contract.store import PageKeys
-from hicache_ext.storage.tiers.file.pins import Pin, count_after, counting_leases
+from hicache_ext.storage.tiers.file.pins import Pin, count_after, kept_pages
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import hashes_of
 
@@ -115,7 +115,7 @@ class Oracle:
         if index.inserts >= self._count_when:
             slots = sum(slab.slots * slab.slot_size for slab in index.view().slabs.values())
             limit = slots // _PINNED_PART
-            self._kept, looked_up = counting_leases(list(self._leases.values()), index.occupied_by, limit)
+            _, self._kept, looked_up = kept_pages(list(self._leases.values()), index.occupied_by, limit)
             self._count_when = index.inserts + count_after(looked_up)
         words = PageKeys.of_joined(bytes(16), b"".join(self._kept)).words
         return np.unique(hashes_of(words))

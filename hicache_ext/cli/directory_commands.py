@@ -87,8 +87,7 @@ def of_each(chosen: Sequence[Target], do: Callable[[Path, Target], None]) -> int
 
 def add_groups(directory: Path, groups: dict[bytes, Group]) -> None:
     """Add the pages of one directory to the groups of their identities."""
-    with closing(opened(directory)) as inspector:
-        add_pages(inspector, groups)
+    add_pages(opened(directory), groups)
 
 
 def add_pages(inspector: Inspector, groups: dict[bytes, Group]) -> None:
@@ -155,21 +154,21 @@ def stat_command(arguments: argparse.Namespace) -> int:
     looks: dict[str | None, list[dict[str, Any]]] = {target.tier: [] for target in chosen}
 
     def look(path: Path, target: Target) -> None:
-        with closing(opened(path)) as inspector:
-            add_pages(inspector, groups[target.tier])
-            pins, device = read_pins(path), path.stat().st_dev
-            pinned = list(dict.fromkeys(page for pin in pins for page in pin.hashes))
-            looks[target.tier].append(
-                {
-                    "layout": inspector.layout,
-                    "occupied": occupied_bytes(path),
-                    "tenants": inspector.tenant_pages(target.tenants) if target.tenants else {},
-                    "no_space_since": inspector.no_space_since,
-                    "pinned": sum(inspector.occupied_by(pinned)),
-                    "pins": len(pins),
-                    "disk": (device, shutil.disk_usage(path)),
-                }
-            )
+        inspector = opened(path)
+        add_pages(inspector, groups[target.tier])
+        pins, device = read_pins(path), path.stat().st_dev
+        pinned = list(dict.fromkeys(page for pin in pins for page in pin.hashes))
+        looks[target.tier].append(
+            {
+                "layout": inspector.layout,
+                "occupied": occupied_bytes(path),
+                "tenants": inspector.tenant_pages(target.tenants) if target.tenants else {},
+                "no_space_since": inspector.no_space_since,
+                "pinned": sum(inspector.occupied_by(pinned)),
+                "pins": len(pins),
+                "disk": (device, shutil.disk_usage(path)),
+            }
+        )
 
     code = of_each(chosen, look)
     tiers = [_together(one, looks[one.tier], list(groups[one.tier].values())) for one in chosen if looks[one.tier]]
@@ -349,7 +348,8 @@ def _verify_directory(
     """Look at every page, and add to ``counts`` and ``bad_pages``. Return the keys of bad ones, with the copy seen."""
     bad: dict[bytes, bytes | None] = {}
     seals = StoredSeals(directory, transforms)
-    with closing(opened(directory)) as inspector, progress("pages read") as told:
+    inspector = opened(directory)
+    with progress("pages read") as told:
         pages = list(inspector.pages())
         for number, page in enumerate(pages, start=1):
             told(number, len(pages))
@@ -363,8 +363,7 @@ def _verify_directory(
             if not isinstance(seen, str):
                 reason, bad[page.key] = seen
                 model = (load_document(directory, page.identity) or {}).get("model", {}).get("id")
-                known = {"hash": name, "identity": page.identity.hex(), "model": model, "reason": reason}
-                bad_pages.append(known)
+                bad_pages.append({"hash": name, "identity": page.identity.hex(), "model": model, "reason": reason})
                 print(f"bad ({reason}): page {name} of {shown_text(model or 'unknown')}")
                 continue
             counts[seen] += 1
@@ -428,8 +427,7 @@ def gc_command(arguments: argparse.Namespace) -> int:
 
 def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
     """Add to ``found`` what is left over in the directory, or was removed."""
-    with closing(opened(directory)) as inspector:
-        left_over = inspector.left_overs()
+    left_over = opened(directory).left_overs()
     before = occupied_bytes(directory)
     over = pins_that_are_over(directory)
     if look_only:

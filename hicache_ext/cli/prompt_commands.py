@@ -274,10 +274,10 @@ def pins_command(arguments: argparse.Namespace) -> int:
     pins: dict[str, Pin] = {}
     present: dict[str, int] = {}
     for directory in _directories(arguments.target):
-        with closing(open_inspector(directory)) as inspector:
-            for pin in read_pins(directory):
-                pins[pin.name] = pin
-                present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
+        inspector = open_inspector(directory)
+        for pin in read_pins(directory):
+            pins[pin.name] = pin
+            present[pin.name] = present.get(pin.name, 0) + sum(inspector.occupied_by(pin.hashes))
     document = []
     rows = [("name", "pages", "on disk", "since", "for another")]
     for pin in sorted(pins.values(), key=lambda pin: pin.created):

@@ -96,12 +96,9 @@ def open_file(path: Path, flags: int) -> int:
 def open_plain_file(path: Path, flags: int) -> int:
     """``open_file`` for a file of the tier's own: what has its name and is no plain file (a directory, a link, a pipe)
     is moved aside, whole. Raises OSError."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        status = None
-    if status is not None and not stat.S_ISREG(status.st_mode):
-        move_aside(path, unless=stat.S_ISREG)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            move_aside(path, unless=stat.S_ISREG)
     return open_file(path, flags)
 
 
@@ -142,9 +139,9 @@ def _alone_in(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def settle(file: int | Path, mode: int) -> None:
-    """Give an open file, or one at a path, this mode where the umask gave another. Files of others are left alone."""
-    status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+def settle(file: int, mode: int) -> None:
+    """Give an open file this mode where the umask gave another. Files of others are left alone."""
+    status = os.fstat(file)
     if stat.S_IMODE(status.st_mode) == mode or status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         return
     try:
@@ -160,12 +157,8 @@ def make_directory(path: Path, access: Access | None = None) -> None:
 
     ``access``: left out, that of its parent.
     """
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        status = None
-    if status is not None and not stat.S_ISDIR(status.st_mode) and not path.is_dir():
-        if stat.S_ISLNK(status.st_mode) and not path.exists():
+    if os.path.lexists(path) and not path.is_dir():
+        if path.is_symlink() and not path.exists():
             # What it leads to may be a disk that is not mounted now.
             raise FileNotFoundError(errno.ENOENT, "a link that leads nowhere", str(path))
         move_aside(path, unless=stat.S_ISDIR)

@@ -116,7 +116,7 @@ class OfdLock:
             return False
         mine = False
         try:
-            mine = self._take(deadline - time.monotonic())
+            mine = self._take(deadline)
         finally:
             if not mine:
                 self._leave()
@@ -159,9 +159,8 @@ class OfdLock:
         self._held = False
         self._forget()
 
-    def _take(self, within: float) -> bool:
+    def _take(self, deadline: float) -> bool:
         """Take the lock from other processes, for the one thread that is in."""
-        deadline = time.monotonic() + within
         self._open()
         attempts = 0
         while not self._try_file():
@@ -238,7 +237,7 @@ class ChangeLock(OfdLock):
         mine = False
         try:
             was_stuck = self._stuck
-            mine = self._take(0.0 if was_stuck else self._bound)
+            mine = self._take(time.monotonic() + (0.0 if was_stuck else self._bound))
             if mine == was_stuck:
                 self._stuck = not mine
                 self._say_turn()

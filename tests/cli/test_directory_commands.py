@@ -6,7 +6,7 @@ import errno
 import io
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -355,16 +355,16 @@ def test_verify_does_not_call_bad_what_it_could_not_look_at(
     directory: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = directory[0]
-    with closing(open_inspector(path)) as inspector:
-        pages = list(inspector.pages())
-        with cannot_open(errno.EMFILE, "Too many open files"):
-            for page in pages:
-                with pytest.raises(OSError, match="Too many open files"):
-                    inspector.read(page)
-        with cannot_open(errno.EIO, "Input/output error"):
-            assert [reason_it_is_bad(page, inspector.read(page)) for page in pages] == ["short_header"] * 8
-        assert [reason_it_is_bad(page, inspector.read(page)) for page in pages] == [None] * 8
-        kind = type(inspector)
+    inspector = open_inspector(path)
+    pages = list(inspector.pages())
+    with cannot_open(errno.EMFILE, "Too many open files"):
+        for page in pages:
+            with pytest.raises(OSError, match="Too many open files"):
+                inspector.read(page)
+    with cannot_open(errno.EIO, "Input/output error"):
+        assert [reason_it_is_bad(page, inspector.read(page)) for page in pages] == ["short_header"] * 8
+    assert [reason_it_is_bad(page, inspector.read(page)) for page in pages] == [None] * 8
+    kind = type(inspector)
     with patch.object(kind, "read", side_effect=OSError(errno.EMFILE, "Too many open files")):
         code, out = run(capsys, "verify", path, "--remove")
     assert (code, out) == (1, "0 good, 0 bad, 0 evicted meanwhile, 8 not looked at\n0 removed\n")

@@ -109,7 +109,7 @@ def test_a_process_that_is_stopped_is_named_and_what_that_means(
             code, found = findings(capsys, [file])
         told = found["tier disk"]["processes"]
         assert (code, told["level"]) == (0, "warning")
-        assert f"process {holder.pid} has it open and is stopped" in told["seen"]
+        assert f"stopped processes have it open ({holder.pid})" in told["seen"]
         assert f"kill -CONT {holder.pid}" in told["remedy"]
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -348,14 +348,14 @@ def test_pages_that_are_written_over_while_they_are_looked_at_are_not_called_bad
         writer.start()
     told: Counter[str] = Counter()
     while set(told) <= {"good", "gone"} and (told["good"] < 1000 or told["gone"] < 20):
-        with closing(open_inspector(tmp_path)) as inspector:
-            assert not inspector.remark
-            for page in list(inspector.pages()):
-                reasons = []
-                for _ in range(2):
-                    stored = inspector.read(page)
-                    reasons.append("gone" if stored is None else reason_it_is_bad(page, stored) or "good")
-                told[reasons[0] if reasons[0] == "good" else reasons[1]] += 1
+        inspector = open_inspector(tmp_path)
+        assert not inspector.remark
+        for page in list(inspector.pages()):
+            reasons = []
+            for _ in range(2):
+                stored = inspector.read(page)
+                reasons.append("gone" if stored is None else reason_it_is_bad(page, stored) or "good")
+            told[reasons[0] if reasons[0] == "good" else reasons[1]] += 1
     stop.set()
     for writer in writers:
         writer.join(60)

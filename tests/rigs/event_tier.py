@@ -30,8 +30,8 @@ def open_tier(layout: str, place: str | Path) -> SpreadStore:
 
 def blocks_listed(place: Path) -> set[int]:
     """What ``hicache-ext ls`` counts of one identity."""
-    with closing(open_inspector(place)) as inspector:
-        return {block_of(page.key) for page in inspector.pages() if page.key[:IDENTITY_LENGTH] == IDENTITY}
+    pages = open_inspector(place).pages()
+    return {block_of(page.key) for page in pages if page.key[:IDENTITY_LENGTH] == IDENTITY}
 
 
 def act(store: SpreadStore, place: Path, chance: random.Random) -> str:

@@ -337,14 +337,14 @@ def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str
     places = _stored_places(tier.transforms(name), chains)
     for directory in tier.directories():
         try:
-            with closing(open_inspector(Path(directory))) as inspector:
-                for page in inspector.pages():
-                    place = places.get(page.key)
-                    if place is not None:
-                        place[0].found.setdefault(place[1], []).append(Found(name, page.written, page.used))
-                for key in inspector.evicted([key for key, (chain, at) in places.items() if at not in chain.found]):
-                    chain, at = places[key]
-                    chain.evicted.add(at)
+            inspector = open_inspector(Path(directory))
+            for page in inspector.pages():
+                place = places.get(page.key)
+                if place is not None:
+                    place[0].found.setdefault(place[1], []).append(Found(name, page.written, page.used))
+            for key in inspector.evicted([key for key, (chain, at) in places.items() if at not in chain.found]):
+                chain, at = places[key]
+                chain.evicted.add(at)
         except StoreError as error:
             unread[directory] = str(error)
     return unread

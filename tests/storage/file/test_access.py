@@ -538,10 +538,10 @@ def test_whoever_may_read_may_look(open_place: Path, layout: str) -> None:
     loosened(path)
 
     def look() -> Any:
-        with closing(open_inspector(path)) as inspector:
-            pages = list(inspector.pages())
-            reasons = [reason_it_is_bad(page, stored) for page in pages if (stored := inspector.read(page))]
-            assert occupied_bytes(path) > 0
+        inspector = open_inspector(path)
+        pages = list(inspector.pages())
+        reasons = [reason_it_is_bad(page, stored) for page in pages if (stored := inspector.read(page))]
+        assert occupied_bytes(path) > 0
         return len(pages), reasons == [None] * 40, [main([command, str(path)]) for command in ("ls", "stat", "verify")]
 
     before = sorted((str(entry), entry.stat().st_mtime_ns) for entry in path.rglob("*"))

@@ -95,9 +95,9 @@ def test_after_close_nothing_is_told(open_one: Open) -> None:
 def test_a_path_out_of_service_holds_nothing(layout: str, tmp_path: Path) -> None:
     with closing(open_tier(layout, tmp_path / "tier")) as store:
         store_pages(store, KEYS, [PAGE])
-        store._use(())
+        store._usable = ()
         assert held(store) == set()
-        store._use((0,))
+        store._usable = (0,)
         assert held(store) == blocks(KEYS)
 
 

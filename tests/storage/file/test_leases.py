@@ -116,8 +116,7 @@ def test_the_first_lease_of_a_namespace_has_room_at_the_cost_of_who_has_the_most
     monkeypatch.setattr(pins, "_LEAST_LEASED", 3)
     monkeypatch.setattr(pins, "_MOST_LEASED", 12)
     for number, whose in enumerate(("crowd", "crowd", "other", "crowd")):
-        assert add_lease(tmp_path, HASHES[number : number + 1], 60, whose)
-        time.sleep(0.01)
+        assert add_lease(tmp_path, HASHES[number : number + 1], 60 + 9 * number, whose)
     assert not add_lease(tmp_path, HASHES[10:11], 60, "crowd")
     assert not add_lease(tmp_path, HASHES[10:22], 60, "large"), "more than the others have"
     assert len(read_pins(tmp_path)) == 4, "a refused lease displaces none"

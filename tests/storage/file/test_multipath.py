@@ -223,6 +223,25 @@ def test_what_was_cleared_meanwhile_does_not_come_back(rig):
     assert_hits(store, other)
 
 
+def test_what_is_cleared_while_a_path_comes_back_does_not_come_back(rig, monkeypatch):
+    store, real, cleared = rig.store(), FragileStore._clear, []
+    store_pages(store, KEYS)
+    broken(rig, store)
+    store.clear([OTHER_IDENTITY])
+
+    def clear(part, digests):
+        cleared.append(list(digests))
+        if len(cleared) == 1:
+            store.clear([IDENTITY])
+        return real(part, digests)
+
+    monkeypatch.setattr(FragileStore, "_clear", clear)
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert cleared[0] == [OTHER_IDENTITY] and set(cleared[-1]) == {IDENTITY, OTHER_IDENTITY}
+    assert GetResult.HIT not in get(store)
+
+
 def test_a_path_on_which_nothing_can_be_cleared_is_not_back_in_service(rig):
     store = rig.store()
     store_pages(store, KEYS)

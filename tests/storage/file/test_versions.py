@@ -13,7 +13,6 @@ from hicache_ext.storage.tiers.file.layouts import (
     Layout,
     adopt,
     check_before_start,
-    check_files_are_there,
     choose_layout,
     layout_in,
     slab_home,
@@ -125,11 +124,10 @@ def test_a_layout_that_another_process_begins_meanwhile_is_seen(
 
 
 def test_a_disk_that_is_gone_is_seen_by_the_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        check_files_are_there(tmp_path)
-    for make in (make_slabs, make_pages):
-        (tmp_path / make.__name__).mkdir()
-        check_files_are_there(make(tmp_path / make.__name__))
+    assert layout_in(tmp_path) is None
+    for make, layout in ((make_slabs, "slab"), (make_pages, "pages")):
+        (tmp_path / layout).mkdir()
+        assert layout_in(make(tmp_path / layout)) == layout
 
 
 # -- a newer version ---------------------------------------------------------------------------------------------------

@@ -286,7 +286,6 @@ def test_pins_hold_sealed_pages(document: dict[str, Any], tmp_path: Path, capsys
 def test_an_inspector_shows_stored_names_alone(document: dict[str, Any], tmp_path: Path) -> None:
     inspector = open_inspector(tmp_path / "disk")
     names = {page.key for page in inspector.pages()}
-    inspector.close()
     assert len(names) == 4 and not names & set(KEYS)
     store = open_tiers(load_config(document))
     (tier,) = store.tiers

@@ -180,15 +180,12 @@ _STOPPED = "Tt"
 
 def of_users(path: Path, layout: str) -> list[Finding]:
     """A warning where a process that uses the directory does not go on. Raises OSError only for ``path`` itself."""
-    stopped = list(stopped_processes(path))
-    if stopped:
-        one = len(stopped) == 1
-        which = f"process {stopped[0]}" if one else f"processes {', '.join(map(str, stopped))}"
+    if stopped := list(map(str, stopped_processes(path))):
         seen = (
-            f"{path}: {which} {'has' if one else 'have'} it open and {'is' if one else 'are'} stopped; "
-            "while a stopped process holds a lock, nothing is stored, and a server that starts goes without this path"
+            f"{path}: stopped processes have it open ({', '.join(stopped)}); while one of them holds a lock, nothing "
+            "is stored, and a server that starts goes without this path"
         )
-        remedy = f"let it go on (kill -CONT {' '.join(map(str, stopped))}), or end it"
+        remedy = f"let them go on (kill -CONT {' '.join(stopped)}), or end them"
         return [Finding("processes", Level.WARNING, seen, remedy)]
     home = slab_home(path)
     if layout == "slab" and servers_out_of_reach(home):

@@ -37,7 +37,7 @@ _NOT_OF_THE_PAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errn
 
 
 class Inspector(abc.ABC):
-    """One directory, whatever its layout. Changes nothing. Not thread-safe; close it."""
+    """One directory, whatever its layout. Changes nothing. Not thread-safe."""
 
     layout: ClassVar[str]
 
@@ -93,9 +93,6 @@ class Inspector(abc.ABC):
     @abc.abstractmethod
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
         """Bytes of disk that the pages under each of these page hashes take, over all identities."""
-
-    def close(self) -> None:  # noqa: B027 - not every layout needs it
-        """Release what it has open."""
 
 
 def reason_it_is_bad(page: StoredPage, content: bytes) -> str | None:

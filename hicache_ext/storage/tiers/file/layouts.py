@@ -18,7 +18,7 @@ directory in it, that holds such a thing. The directory of a newer release is le
 
 from __future__ import annotations
 
-import errno
+import itertools
 import logging
 import math
 import os
@@ -108,16 +108,10 @@ def members_file(path: Path) -> Path:
 
 def newer_versions(path: Path) -> list[Path]:
     """The directories of newer releases in ``path``, which are left alone. Never raises OSError."""
-    try:
-        with os.scandir(path) as listing:
-            found = [(int(match[1]), entry.path) for entry in listing if (match := VERSION_NAME.fullmatch(entry.name))]
-    except OSError:
-        return []
-    return [
-        Path(place)
-        for number, place in sorted(found)
-        if number > SLAB_VERSION and os.path.exists(os.path.join(place, MEMBERS))
-    ]
+    with suppress(OSError):
+        found = [(int(match[1]), path / name) for name in os.listdir(path) if (match := VERSION_NAME.fullmatch(name))]
+        return [place for number, place in sorted(found) if number > SLAB_VERSION and os.path.exists(place / MEMBERS)]
+    return []
 
 
 def check_before_start(path: Path, layout: str, tier: str) -> None:
@@ -167,12 +161,6 @@ def adopt(path: Path, layout: Layout, tier: str) -> None:
             tier,
             ", ".join(map(str, newer)),
         )
-
-
-def check_files_are_there(path: Path) -> None:
-    """Raises OSError unless ``path``, a tier's, still has its files: its disk is mounted, and answers."""
-    if layout_in(path) is None:
-        raise FileNotFoundError(errno.ENOENT, "it has neither pages nor slabs any more", str(path))
 
 
 def choose_layout(
@@ -260,9 +248,10 @@ class _Modes:
         its name: others use names like ``pages`` and ``weights``, too."""
         mode, newer = stat.S_IMODE(self._path.stat().st_mode), {place.name for place in newer_versions(self._path)}
         known = _DIRECTORIES | ({slab_home(self._path).name: _IN_SLAB_HOME} if layout == "slab" else {})
-        places: list[tuple[str, list[str], list[str]]] = [(str(self._path), [], [])]
-        """Directories, each with the paths of what is ours in it, and of what is not and harmed when it is closed."""
-        _, files, strangers = places[0]
+        strangers: list[str] = []
+        places: dict[str, list[str] | None] = {str(self._path): strangers}
+        """From outside inwards: PATH and directories in it, each with what is not ours in it and harmed when it is
+        closed; None for what is ours with all that is in it."""
         for entry in _entries(self._path):
             is_directory = entry.is_dir(follow_symlinks=False)
             if layout is None and self._wrong(entry.path):
@@ -270,22 +259,20 @@ class _Modes:
                 strangers.append(entry.path)
             elif is_directory and entry.name in known:
                 inside = {one.path: re.fullmatch(known[entry.name], one.name) for one in _entries(entry.path)}
-                others = [path for path, ours in inside.items() if not ours]
-                places.append((entry.path, [path for path, ours in inside.items() if ours], others))
+                places[entry.path] = others = [path for path, ours in inside.items() if not ours]
+                places |= dict.fromkeys(path for path, ours in inside.items() if ours and layout is not None)
                 strangers += others
             elif not is_directory and _FILES.fullmatch(entry.name):
-                files.append(entry.path)
+                places[entry.path] = None
             elif entry.name not in newer:
                 strangers.append(entry.path)
         # Close from outside inwards, open from inside outwards: after a kill at any point nothing is open that should
         # not be, and the next start goes on.
-        for directory, ours, others in reversed(places) if self._access.group else places:
-            if not self._access.group:
-                self._put_shared(directory, others)
-            for path in ours if layout is not None else ():
-                self._put_all(path)
-            if self._access.group:
-                self._put_shared(directory, others)
+        for place in reversed(places) if self._access.group else places:
+            if (found := places[place]) is None:
+                self._put_all(place)
+            else:
+                self._put_shared(place, found)
         self._say(mode)
 
     def _put_shared(self, directory: str, strangers: list[str]) -> None:
@@ -312,15 +299,12 @@ class _Modes:
         """Correct a file of ours, or a directory with all that is in it, unless its own mode is right."""
         if not self._wrong(path):
             return
-        if not self._access.group:
-            self._correct(path)
-        for directory, directories, files in os.walk(path, topdown=not self._access.group):
-            for name in (*directories, *files):
-                if time.monotonic() > self._until:
-                    return
-                self._correct(os.path.join(directory, name))
-        if self._access.group:
-            self._correct(path)
+        trees = os.walk(path, topdown=not self._access.group)
+        below = (os.path.join(place, name) for place, *names in trees for name in itertools.chain(*names))
+        for one in itertools.chain(below, [path]) if self._access.group else itertools.chain([path], below):
+            self._correct(one)
+            if time.monotonic() > self._until:
+                return
 
     def _wrong(self, path: str) -> bool:
         with suppress(OSError):

@@ -20,6 +20,7 @@ takes one it is as before.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -51,7 +52,7 @@ from hicache_ext.storage.contract.reports import LastLook, RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
-from hicache_ext.storage.tiers.file.layouts import check_files_are_there, members_file
+from hicache_ext.storage.tiers.file.layouts import layout_in, members_file
 from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -119,16 +120,13 @@ class _Part:
         self.errors = 0
         self.failed_calls: Counter[str] = Counter()
         self.writes = WritePause()
-        self.cleared: set[bytes | None] = set()
-        """Identities (None: all) that are to be cleared before the path comes back."""
-        self._doubtful: dict[bytes | None, float] = {}
-        """Those whose clearing a disk that dies may lose: until when. It is lasting once an error came before that."""
+        self._cleared: dict[bytes | None, float] = {}
+        """Identities (None: all) whose clearing a disk that dies may lose: until when. For ever, if they were cleared
+        while the path was out of service, or if it failed before that: they are to be cleared before it is back."""
         self._members_fd: int | None = None
         """Of the file that says who uses the directory in service: it is there as long as the directory is the same."""
-        self._mount_point: str | None = None
-        """Of the directory that is to be opened, or was; None where that could not be seen."""
-        with suppress(OSError):
-            self._mount_point = self._mount_points()[0]
+        self._mount_point, _ = mount_points(str(path.absolute()))
+        """Of the directory that is to be opened, or was."""
         self._lock = threading.Lock()
 
     def look(self) -> None:
@@ -169,36 +167,46 @@ class _Part:
 
         Makes no directory where a mount has vanished: the tier would begin anew on the disk below.
         """
-        mount_point, mounted = self._mount_points()
-        if self._mount_point is not None and self._mount_point not in mounted:
-            check_files_are_there(self.path)
+        mount_point, mounted = mount_points(str(self.path.absolute()))
+        if self._mount_point not in mounted and layout_in(self.path) is None:
+            raise FileNotFoundError(errno.ENOENT, "it has neither pages nor slabs any more", str(self.path))
         if self.path.is_dir():
-            _try_to_write(self.path)
+            probe = self.path / f".probe.{secrets.randbelow(1 << 63)}"
+            fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.unlink(probe)
+                os.write(fd, bytes(4096))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         self._mount_point = mount_point
-
-    def _mount_points(self) -> tuple[str, frozenset[str]]:
-        return mount_points(str(self.path.absolute()))
 
     def note(self, error: Exception) -> None:
         if is_device_error(error):
+            if self.store is not None:
+                self.doubt_clears()
             with self._lock:
-                self._doubtful = dict.fromkeys(self._in_doubt(), math.inf)
                 self.errors += 1
                 self.last_error = error
 
-    def note_clear(self, digests: Iterable[bytes | None]) -> None:
-        """Of a path in service."""
+    def note_clear(self, digests: Iterable[bytes | None], seconds: float) -> None:
+        """``seconds`` for which the disk may lose it: infinite for a path out of service."""
         with self._lock:
-            self._doubtful = self._in_doubt() | dict.fromkeys(digests, time.monotonic() + _CLEAR_IN_DOUBT)
+            self._cleared = self._in_doubt() | dict.fromkeys(digests, time.monotonic() + seconds)
+
+    def doubt_clears(self) -> None:
+        """What the disk may have lost is to be cleared once more."""
+        with self._lock:
+            self._cleared = dict.fromkeys(self._in_doubt(), math.inf)
+
+    def to_clear(self) -> list[bytes | None]:
+        """Identities that are to be cleared before the path comes back."""
+        with self._lock:
+            return [digest for digest, until in self._cleared.items() if until == math.inf]
 
     def _in_doubt(self) -> dict[bytes | None, float]:
         now = time.monotonic()
-        return {digest: until for digest, until in self._doubtful.items() if now < until}
-
-    def clear_again(self) -> None:
-        """What the disk may have lost is to be cleared once more."""
-        with self._lock:
-            self.cleared.update(self._in_doubt())
+        return {digest: until for digest, until in self._cleared.items() if now < until}
 
 
 class SpreadStore:
@@ -230,12 +238,12 @@ class SpreadStore:
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
         self._parts = [self._part(number, path, first_probe) for number, path in enumerate(paths)]
         self._seeds = path_seeds([str(path) for path in paths])
-        self._use(())
+        self._usable: tuple[int, ...] = ()
+        """The numbers of the paths in service. A path that is the only one gets calls as they are: it has all pages."""
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._state = threading.Lock()
         # A path's share of the capacity, in a tuple, since it was changed; the opener knows the one at the start.
         self._new_share: tuple[int | None] | None = None
-        self._closing = False
         self._calls = CallGate(name)
         try:
             self._open_all()
@@ -342,23 +350,22 @@ class SpreadStore:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        results = self._asked("get", batch, batch.keys, batch.select, [GetResult.REJECTED] * len(batch.sizes))
+        results = self._asked("get", batch, [GetResult.REJECTED] * len(batch.sizes))
         if rejected := results.count(GetResult.REJECTED):
             self.metrics.add("get", "rejected", rejected)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        return self._asked("set", batch, batch.keys, batch.select, [SetResult.REJECTED] * len(batch.sizes))
+        return self._asked("set", batch, [SetResult.REJECTED] * len(batch.sizes))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._asked("contains", keys, keys, partial(_chosen, keys), [False] * len(keys))
+        return self._asked("contains", keys, [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        number = self._only
-        if number is None:
+        if len(usable := self._usable) != 1:
             return leading(self.contains(list(keys)))
         with self._calls:
-            return self._call(number, "count_leading", keys, 0)
+            return self._call(usable[0], "count_leading", keys, 0)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._calls:
@@ -379,8 +386,8 @@ class SpreadStore:
             with self._state:
                 usable = self._usable
                 for number, part in enumerate(self._parts):
-                    noted = part.note_clear if number in usable else part.cleared.update
-                    noted([None] if digests is None else digests)
+                    seconds = _CLEAR_IN_DOUBT if number in usable else math.inf
+                    part.note_clear([None] if digests is None else digests, seconds)
             had_pages, failed = 0, None
             for number in usable:
                 try:
@@ -399,12 +406,6 @@ class SpreadStore:
         self._workers.close()
         for part in self._parts:
             self._close_store(part)
-
-    def _use(self, numbers: Sequence[int]) -> None:
-        """These paths are in service."""
-        self._usable = tuple(numbers)
-        self._only = numbers[0] if len(numbers) == 1 else None
-        """It has all pages that there are: a call goes to it as it is."""
 
     # -- splitting -------------------------------------------------------------------------------------------------
 
@@ -429,20 +430,15 @@ class SpreadStore:
             positions.setdefault(number, []).append(position)
         return list(positions.items())
 
-    def _asked(
-        self,
-        kind: str,
-        argument: Any,
-        keys: Sequence[bytes],
-        part_of: Callable[[Sequence[int]], Any],
-        otherwise: list[_Result],
-    ) -> list[_Result]:
+    def _asked(self, kind: str, asked: PageBatch | Sequence[bytes], otherwise: list[_Result]) -> list[_Result]:
         """The answers of call ``kind``, ``otherwise`` for the pages of paths out of service."""
         with self._calls:
-            only = self._only
-            if only is not None:
-                return self._call(only, kind, argument, otherwise)
-            # Of every path that has some of ``keys``, all paths simultaneously.
+            if len(usable := self._usable) == 1:
+                return self._call(usable[0], kind, asked, otherwise)
+            # Of every path that has some of these pages, all paths simultaneously.
+            keys, part_of = (
+                (asked.keys, asked.select) if isinstance(asked, PageBatch) else (asked, partial(_chosen, asked))
+            )
             split, results = self._by_path(keys, to_write=kind == "set"), otherwise
 
             def one(which: int) -> None:
@@ -474,19 +470,14 @@ class SpreadStore:
             part.failed_calls[kind] = 0
             return answer
         part.failed_calls[kind] += 1
-        if kind == "set":
-            self._pause_writes(part)
-        elif part.failed_calls[kind] >= CALLS_BEFORE_OUT:
+        if part.failed_calls[kind] < CALLS_BEFORE_OUT and not (kind == "set" and part.writes.in_doubt):
+            return answer
+        if kind != "set":
             part.breaker.trip(str(part.last_error))
-        return answer
-
-    def _pause_writes(self, part: _Part) -> None:
-        """After a write that failed; what the path has is read."""
-        if part.failed_calls["set"] < CALLS_BEFORE_OUT and not part.writes.in_doubt:
-            return
-        if part.writes.begin(str(part.last_error)) and self._only is None:
+        elif part.writes.begin(str(part.last_error)) and len(self._usable) != 1:
             words = "tier %s: path %s takes no writes: %s. It is read, and new pages go to the other paths"
             logger.error(words, self.name, part.path, part.last_error)
+        return answer
 
     # -- out of service and back -----------------------------------------------------------------------------------
 
@@ -520,8 +511,8 @@ class SpreadStore:
             logger.warning("tier %s: path %s is back in service", self.name, part.path)
             return
         with self._state:
-            part.clear_again()
-            self._use([other for other in self._usable if other != number])
+            part.doubt_clears()
+            self._usable = tuple(other for other in self._usable if other != number)
         self.metrics.add("path_out_of_service", str(part.path))
         logger.error(
             "tier %s: path %s is out of service: %s. Its pages are misses%s; it is tried again in the background",
@@ -533,8 +524,6 @@ class SpreadStore:
 
     def _stop_probing(self) -> None:
         deadline = time.monotonic() + _CLOSE_TIMEOUT
-        with self._state:
-            self._closing = True
         for part in self._parts:
             part.breaker.close(0)
         for part in self._parts:
@@ -546,15 +535,15 @@ class SpreadStore:
         try:
             part.check()
             refusal: Exception | None = self._open(number)
-        except (OSError, ClearLaterError) as error:
+        except (OSError, StoreClosedError, ClearLaterError) as error:
             refusal = error
         if refusal is not None:
             logger.debug("tier %s: path %s is still out of service: %s", self.name, part.path, refusal)
         return refusal is None
 
     def _open(self, number: int) -> StoreSetupError | None:
-        """Open a path and use it, or return why it cannot be opened. Raises OSError, and ClearLaterError where what was
-        cleared meanwhile is there still."""
+        """Open a path and use it, or return why it cannot be opened. Raises OSError, StoreClosedError, and
+        ClearLaterError where what was cleared meanwhile is there still."""
         part = self._parts[number]
         try:
             opened = self._open_path(part.path, part.note)
@@ -564,37 +553,34 @@ class SpreadStore:
             part.look()
             for digest, document in list(self._identities.items()):
                 opened.register_identity(digest, document)
-            while not self._put_back(number, opened):
-                pass
-        except BaseException:
-            opened.close()
-            raise
-        return None
-
-    def _put_back(self, number: int, opened: PathStore) -> bool:
-        """Clear what was cleared meanwhile, then use the path; False after a clear, or ClearLaterError."""
-        part = self._parts[number]
-        with self._state:
-            cleared, part.cleared = part.cleared, set()
-            if self._closing:
-                part.give_up()
-                opened.close()
-                return True
-            if not cleared:
+            self._clear_again(part, opened)
+            with self._state:
+                if part.breaker.closing:
+                    raise StoreClosedError(self.name)
+                if part.to_clear():
+                    raise ClearLaterError("something was cleared while it came back")
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
                 part.store = opened
                 part.failed_calls.clear()
                 part.writes.end()
-                self._use(sorted({*self._usable, number}))
-                return True
-            part.note_clear(cleared)
-        try:
-            opened.clear(None if None in cleared else [digest for digest in cleared if digest is not None])
-        except ClearLaterError:
-            part.cleared.update(cleared)
+                self._usable = tuple(sorted({*self._usable, number}))
+        except BaseException:
+            part.doubt_clears()
+            part.give_up()
+            opened.close()
             raise
-        return False
+        return None
+
+    def _clear_again(self, part: _Part, opened: PathStore) -> None:
+        """Clear what was cleared while the path was out of service, or lost with its disk. Raises ClearLaterError."""
+        if digests := part.to_clear():
+            part.note_clear(digests, _CLEAR_IN_DOUBT)
+            try:
+                opened.clear(None if None in digests else [digest for digest in digests if digest is not None])
+            except ClearLaterError:
+                part.note_clear(digests, math.inf)
+                raise
 
     def _close_store(self, part: _Part) -> None:
         """Others are to be closed in order although this one fails."""
@@ -604,18 +590,6 @@ class SpreadStore:
                 store.close()
         except Exception:
             logger.exception("tier %s: closing path %s", self.name, part.path)
-
-
-def _try_to_write(path: Path) -> None:
-    """Raises OSError unless the device takes a write."""
-    probe = path / f".probe.{secrets.randbelow(1 << 63)}"
-    fd = os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        os.unlink(probe)
-        os.write(fd, bytes(4096))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _achieved(answer: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import grp
 import logging
 from contextlib import suppress
@@ -36,7 +35,12 @@ def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
     if tier.layout == "pages" and tier.io == "direct":
         raise ConfigError(f"{key}.io", "'direct' needs layout slab: page files are not aligned", "auto, buffered")
     for path in tier.path:
-        _warn_of_root(name, tier, path)
+        root = on_root_file_system(path)
+        # Once in a process: a tier that cannot start is opened again and again.
+        if root is not None and not tier.require_mount and (name, path) not in _warned_of_root:
+            _warned_of_root.add((name, path))
+            otherwise = "if a disk of its own is meant, it is not mounted (require_mount: true refuses that)"
+            logger.warning("tier %s: %s is on %s; %s", name, path, root, otherwise)
     return open_paths(name, tier)
 
 
@@ -44,8 +48,30 @@ def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
     """The store, without a look at what the configuration says of it as a whole. Raises as ``open_file_tier``."""
     access = _access(f"hicache_ext.tiers.{name}", tier)
     metrics, evicted_age = TierMetrics(name), RecentMean()
-    open_path = functools.partial(_open_path, name, tier, access, metrics, evicted_age)
     paths, shared = [Path(path) for path in tier.path], tier.sharing().shared
+
+    def open_path(path: Path, trouble: Trouble) -> PathStore:
+        """The store of one path with its share of the capacity."""
+        try:
+            layout, reason = chosen_layout(name, tier, path)
+            prepare_directory(path, access, name)
+            plan = _plan(name, tier, path, direct_possible=layout == "slab")
+        except OSError as error:
+            of_another = ["run the server as the account that owns it, or share it with mode: group"]
+            remedies = of_another if isinstance(error, PermissionError) else []
+            raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}", remedies) from error
+        logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, layout, reason, plan, plan.reason)
+        share = None if tier.capacity is None else tier.capacity // len(tier.path)
+        options: dict[str, Any] = {"capacity": share, "plan": plan, "ttl": tier.ttl}
+        options |= {"metrics": metrics, "trouble": trouble, "evicted_age": evicted_age}
+        if layout == "slab":
+            from hicache_ext.storage.tiers.file.slab.store import SlabStore
+
+            return SlabStore(name, path, **options)
+        from hicache_ext.storage.tiers.file.pages.store import PageFileStore
+
+        return PageFileStore(name, path, shared=shared, **options)
+
     for path in paths:
         # Before one of them is made. A disk that does not answer is left to the store: another path may serve.
         with suppress(OSError):
@@ -87,53 +113,6 @@ def _access(key: str, tier: FileTierConfig) -> Access:
         raise ConfigError(
             f"{key}.group", f"this machine has no group {tier.group!r}", "a group, or its number"
         ) from None
-
-
-def _warn_of_root(name: str, tier: FileTierConfig, path: str) -> None:
-    """Once in a process: a tier that cannot start is opened again and again."""
-    root = on_root_file_system(path)
-    if root is not None and not tier.require_mount and (name, path) not in _warned_of_root:
-        _warned_of_root.add((name, path))
-        logger.warning(
-            "tier %s: %s is on %s; if a disk of its own is meant, it is not mounted (require_mount: true refuses that)",
-            name,
-            path,
-            root,
-        )
-
-
-def _open_path(
-    name: str,
-    tier: FileTierConfig,
-    access: Access,
-    metrics: TierMetrics,
-    evicted_age: RecentMean,
-    path: Path,
-    trouble: Trouble,
-) -> PathStore:
-    """The store of one path with its share of the capacity."""
-    try:
-        layout, reason = chosen_layout(name, tier, path)
-        prepare_directory(path, access, name)
-        plan = _plan(name, tier, path, direct_possible=layout == "slab")
-    except OSError as error:
-        of_another = ["run the server as the account that owns it, or share it with mode: group"]
-        remedies = of_another if isinstance(error, PermissionError) else []
-        raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}", remedies) from error
-    share = None if tier.capacity is None else tier.capacity // len(tier.path)
-    logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, layout, reason, plan, plan.reason)
-    common: dict[str, Any] = {"ttl": tier.ttl, "metrics": metrics, "trouble": trouble, "evicted_age": evicted_age}
-    store: PathStore
-    if layout == "slab":
-        from hicache_ext.storage.tiers.file.slab.store import SlabStore
-
-        store = SlabStore(name, path, capacity=share, plan=plan, **common)
-    else:
-        from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-
-        shared = tier.sharing().shared
-        store = PageFileStore(name, path, capacity=share, plan=plan, shared=shared, **common)
-    return store
 
 
 def _plan(name: str, tier: FileTierConfig, path: Path, *, direct_possible: bool) -> IoPlan:

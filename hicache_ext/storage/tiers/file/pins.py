@@ -15,12 +15,13 @@ chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons:
 Leases take what pins leave of that half, for the pages that are there: each namespace (salt, extra key) gets the lease
 that ends first, whose prompt is wanted soonest, then each its next one. No ``pin`` has the name of a lease, which says
 what it is about (the last page's hash, an end in seconds since 1970, a number of pages, whose): records need not be
-read to be counted or removed. Where there are too many, the first lease of a namespace displaces the youngest of the
-one that has the most. Reasons: docs/decisions/tenants.md.
+read to be counted or removed. Where there are too many, the first lease of a namespace displaces the one that ends last
+of the namespace that has the most. Reasons: docs/decisions/tenants.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -29,8 +30,8 @@ import re
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +148,7 @@ def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: st
         return True
     replaced = {name: lease for name, lease in leases.items() if lease[0] in own and lease[1] <= until + 1}
     left = {name: lease for name, lease in leases.items() if name not in replaced}
-    if (displaced := _displaced(path, left, len(hashes), namespace)) is None:
+    if (displaced := _displaced(left, len(hashes), namespace)) is None:
         return False
     name = f"@{last}.{math.ceil(until)}.{len(hashes)}.{namespace}"
     _record(path, Pin(name, now, until, tuple(hashes), paths))
@@ -155,7 +156,7 @@ def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: st
     return True
 
 
-def _displaced(path: Path, leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[str] | None:
+def _displaced(leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[str] | None:
     """The names of leases that make room for one of so many pages; None where there is none for it."""
     left = {name: max(lease[2], _LEAST_LEASED) for name, lease in leases.items()}
     wanted = max(pages, _LEAST_LEASED)
@@ -163,7 +164,6 @@ def _displaced(path: Path, leases: Mapping[str, _Lease], pages: int, namespace: 
         return set()
     if any(lease[3] == namespace for lease in leases.values()):
         return None
-    written = {name: _written(path, name) for name in left}
     while sum(left.values()) + wanted > _MOST_LEASED:
         of_each: dict[str, list[str]] = defaultdict(list)
         for name in left:
@@ -171,14 +171,8 @@ def _displaced(path: Path, leases: Mapping[str, _Lease], pages: int, namespace: 
         most = max(of_each.values(), key=lambda names: sum(left[name] for name in names), default=[])
         if sum(left[name] for name in most) <= wanted:
             return None
-        del left[max(most, key=lambda name: written[name])]
+        del left[max(most, key=lambda name: leases[name][1])]
     return leases.keys() - left.keys()
-
-
-def _written(path: Path, name: str) -> float:
-    with suppress(OSError):
-        return os.stat(path / "pins" / f"{name}.json").st_mtime
-    return 0.0
 
 
 def end_leases(path: Path, hashes: Sequence[bytes]) -> int:
@@ -245,59 +239,47 @@ def pins_that_are_over(path: Path) -> list[str]:
     return [pin.name for pin in _recorded(path) if pin.over(now)]
 
 
-def _honoured(pins: Iterable[Pin], resident: ResidentBytes, limit: int | None) -> tuple[frozenset[bytes], int, bool]:
-    """The page hashes that are pinned, the bytes of their pages, and whether some had to be left out.
-
-    ``limit`` is in bytes, None without one.
-    """
-    ordered = list(dict.fromkeys(page_hash for pin in pins for page_hash in pin.hashes))
-    taken = 0
-    for position, size in enumerate(resident(ordered) if ordered else []):
-        if limit is not None and taken + size > limit:
-            return frozenset(ordered[:position]), taken, True
-        taken += size
-    return frozenset(ordered), taken, False
+def _in_order(pins: Sequence[Pin]) -> list[Pin]:
+    """The order in which they count: pins as they come; then of each namespace the lease that ends first, then the next
+    one of each."""
+    by_end = sorted((pin for pin in pins if pin.is_lease), key=lambda lease: lease.until or 0.0)
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    turns = [(next(numbers[lease.namespace]), lease) for lease in by_end]
+    leases = [lease for _, lease in sorted(turns, key=lambda turn: turn[0])]
+    return [*(pin for pin in pins if not pin.is_lease), *leases]
 
 
-def _in_turn(leases: Iterable[Pin]) -> list[Pin]:
-    """The order in which leases count: the one of each namespace that ends first, then the next one of each."""
-    before: Counter[str] = Counter()
-    turns: list[tuple[int, int, Pin]] = []
-    for position, lease in enumerate(sorted(leases, key=lambda lease: lease.until or 0.0)):
-        turns.append((before[lease.namespace], position, lease))
-        before[lease.namespace] += 1
-    return [lease for _, _, lease in sorted(turns, key=lambda turn: turn[:2])]
+def kept_pages(
+    pins: Sequence[Pin], resident: ResidentBytes, limit: int | None
+) -> tuple[frozenset[bytes], frozenset[bytes], int]:
+    """The page hashes that are pinned, those that are pinned or leased, up to so many bytes; how many were looked up.
 
-
-def counting_leases(
-    leases: Sequence[Pin], resident: ResidentBytes, limit: int | None, pinned: Set[bytes] = frozenset()
-) -> tuple[frozenset[bytes], int]:
-    """The page hashes that are leased and there, besides the ``pinned`` ones, up to so many bytes; how many were looked
-    up.
-
-    Of each lease the beginning of its prompt: nobody can use what is behind pages that are gone.
+    Pinned are also pages that are not there. Of each lease the beginning of its prompt counts that is there: nobody can
+    use what is behind pages that are gone.
     """
     left = math.inf if limit is None else limit
-    kept: set[bytes] = set()
+    pinned: set[bytes] = set()
+    leased: set[bytes] = set()
     sizes: dict[bytes, int] = {}
-    ordered, at_once = _in_turn(leases), _FIRST_LEASES
+    ordered, at_once = _in_order(pins), sum(not pin.is_lease for pin in pins) + _FIRST_LEASES
     while ordered:
         # In few steps: page files are all listed in each.
         some, ordered, at_once = ordered[:at_once], ordered[at_once:], 8 * at_once
-        named = list({page_hash: None for lease in some for page_hash in lease.hashes if page_hash not in sizes})
+        named = list({page_hash: None for pin in some for page_hash in pin.hashes if page_hash not in sizes})
         sizes.update(zip(named, resident(named), strict=True))
-        for lease in some:
-            missing = 0
-            for page_hash in lease.hashes:
+        for pin in some:
+            missing, most_missing = 0, _ELSEWHERE * (pin.paths - 1) if pin.is_lease else math.inf
+            its = leased if pin.is_lease else pinned
+            for page_hash in pin.hashes:
                 missing = 0 if sizes[page_hash] else missing + 1
-                if missing > _ELSEWHERE * (lease.paths - 1):
+                if missing > most_missing:
                     break
-                if missing or page_hash in kept or page_hash in pinned:
+                if page_hash in pinned or page_hash in leased or (missing and its is leased):
                     continue
                 if (left := left - sizes[page_hash]) < 0:
-                    return frozenset(kept), len(sizes)
-                kept.add(page_hash)
-    return frozenset(kept), len(sizes)
+                    return frozenset(pinned), frozenset(pinned | leased), len(sizes)
+                its.add(page_hash)
+    return frozenset(pinned), frozenset(pinned | leased), len(sizes)
 
 
 def count_after(looked_up: int) -> int:
@@ -374,21 +356,18 @@ class PinnedPages:
         if counted == self._counted and (changed is None or not is_due):
             return
         self._counted, self._count_at = counted, now + _COUNT_INTERVAL
-        limit, recorded = counted[1], read_pins(self._path, self._known)
-        pins, leases = ([pin for pin in recorded if pin.is_lease is leased] for leased in (False, True))
-        pinned, taken, left_out = _honoured(pins, self._resident, limit)
-        leased, looked_up = counting_leases(leases, self._resident, None if limit is None else limit - taken, pinned)
-        self._pinned, self._spared = pinned, pinned | leased
-        looked_up += sum(len(pin.hashes) for pin in pins)
+        recorded = read_pins(self._path, self._known)
+        self._pinned, self._spared, looked_up = kept_pages(recorded, self._resident, counted[1])
+        left_out = not all(self._pinned.issuperset(pin.hashes) for pin in recorded if not pin.is_lease)
         self._count_when = stored + count_after(looked_up)
         ended = time.monotonic()
         self._pause_until = ended + _PAUSE * (ended - now)
         if left_out and not self._warned:
             logger.warning(
-                "tier %s: pinned pages would take more than half of %s; those pinned last are not spared, %d bytes are",
+                "tier %s: pinned pages would take more than half of %s; those pinned last are not spared, %d pages are",
                 self._tier,
                 self._path,
-                taken,
+                len(self._pinned),
             )
         self._warned = left_out
 

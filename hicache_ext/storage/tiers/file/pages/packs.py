@@ -321,6 +321,7 @@ class PageFiles(PathStore):
             self._heal(first, Place(run.pack, 0), reason, seen)
             return [GetResult.CORRUPT]
         self.metrics.add("corrupt", reason, count)
+        self._look_over(None)
         for number in range(count):
             self._catalogue.forget_page(first[:IDENTITY_LENGTH], Place(run.pack, run.first + number))
         logger.warning("tier %s: %s cannot be read (%s)", self.name, path, reason)
@@ -561,8 +562,7 @@ class PageFiles(PathStore):
             self._bad_log.log(
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self.name, what, reason
             )
-        if not is_alone(pack):
-            self._look_over((identity, pack))
+        self._look_over(None if is_alone(pack) else (identity, pack))
         return is_gone
 
     def _take_away(self, identity: bytes, place: Place, seen: os.stat_result | None = None) -> bool:
