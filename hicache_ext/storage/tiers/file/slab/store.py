@@ -39,7 +39,7 @@ from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, NO_PAGE, Words, hashes_of
-from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
+from hicache_ext.storage.tiers.file.slab.page_moves import Moved, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
     NO_SLOTS,
@@ -156,7 +156,7 @@ class SlabStore(PathStore):
         self._index = directory.index
         if self._ttl is not None:
             self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
-        self._io = SlotIo(directory, self._plan, self.metrics)
+        self._io = SlotIo(directory, self._plan, self.metrics, self._workers)
         self._contents = SlabContents(directory)
         pins = self.pins = PinnedPages(
             self.name,
@@ -241,14 +241,11 @@ class SlabStore(PathStore):
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        moving = self._io.to_move(batch, found, self._index.slab, readers, into_memory=True)
-        self._workers.run(moving.threads, moving.move, readers)
-        if moving.all_done:
-            _fill(results, found.positions, GetResult.HIT)
-        else:
-            _fill(results, moving.done().positions, GetResult.HIT)
-            _fill(results, self._count_failed(moving), GetResult.ERROR)
-            left = moving.left().pages()
+        moved = self._io.move(batch, found, self._index.slab, readers, into_memory=True)
+        _fill(results, moved.done.positions, GetResult.HIT)
+        if len(moved.done) < len(found):
+            _fill(results, self._count_failed(moved), GetResult.ERROR)
+            left = moved.left.pages()
             read = self._workers.run(len(left), lambda n: self._read_page(batch, left[n]), readers)
             for page, result in zip(left, read, strict=True):
                 if isinstance(result, GetResult):
@@ -465,9 +462,8 @@ class SlabStore(PathStore):
             return goes_on
         published: list[int] | None = None
         try:
-            moving = self._io.to_move(batch, taken, self._index.slab, self._writers, into_memory=False)
-            self._workers.run(moving.threads, moving.move, self._writers)
-            written = taken if moving.all_done else self._finish_writing(batch, moving, results)
+            moved = self._io.move(batch, taken, self._index.slab, self._writers, into_memory=False)
+            written = taken if moved.done is taken else self._finish_writing(batch, moved, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
         finally:
             if published is None:
@@ -479,15 +475,14 @@ class SlabStore(PathStore):
                 results[position] = _PUBLISHED[outcome]
         return goes_on
 
-    def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
+    def _finish_writing(self, batch: PageBatch, moved: Moved, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
-        _fill(results, self._count_failed(moving), SetResult.ERROR)
-        left = moving.left()
-        pages = left.pages()
+        _fill(results, self._count_failed(moved), SetResult.ERROR)
+        left, pages = moved.left, moved.left.pages()
         written = self._workers.run(len(pages), lambda n: self._write_page(batch, pages[n]), self._writers)
         are_written = np.array(written, bool)
         _fill(results, left.positions[~are_written], SetResult.ERROR)
-        return SlotReferences.joined([moving.done(), left.select(are_written)]).by_position()
+        return SlotReferences.joined([moved.done, left.select(are_written)]).by_position()
 
     def _write_page(self, batch: PageBatch, page: SlotReference) -> bool:
         """Whether it was written."""
@@ -575,12 +570,11 @@ class SlabStore(PathStore):
                     self._left.append((rows, ticket))
                     raise
 
-    def _count_failed(self, moving: Moving) -> Sequence[int]:
+    def _count_failed(self, moved: Moved) -> Sequence[int]:
         """The positions of the pages that the disk failed, once what it said is counted."""
-        failed = moving.failed()
-        for code in failed.values():
+        for code in moved.failed.values():
             self._count_error(OSError(code, os.strerror(code)))
-        return list(failed)
+        return list(moved.failed)
 
 
 def _fill(results: list[Any], positions: Sequence[int] | npt.NDArray[np.int64], result: Any) -> None:
