@@ -58,7 +58,7 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     WRITTEN,
     Words,
 )
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Known, Slab, SlotReferences
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Slab, SlotReferences
 
 _GROUP = 2 << 20
 """Bytes of slots that are evicted together."""
@@ -194,10 +194,7 @@ class SlabIndex:
         if not (count := found >> index_words.FACTS):
             return NO_SLOTS
         slabs, slots, lengths, positions, rows = located[:, :count]
-        length = lengths.item(0) if found & index_words.ONE_LENGTH else -1
-        slab = slabs.item(0) if found & index_words.ONE_SLAB else -1
-        known = Known(bool(found & index_words.IN_ORDER), length, slab)
-        return SlotReferences(slabs, slots, lengths, positions, rows, known)
+        return SlotReferences(slabs, slots, lengths, positions, rows, found & ((1 << index_words.FACTS) - 1))
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""

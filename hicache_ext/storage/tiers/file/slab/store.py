@@ -42,7 +42,6 @@ from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, NO_PAGE
 from hicache_ext.storage.tiers.file.slab.page_moves import Moved, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
-    NO_SLOTS,
     Numbers,
     Slab,
     SlabFile,
@@ -213,7 +212,7 @@ class SlabStore(PathStore):
         elsewhere = self._read_placed(batch, found, results)
         if elsewhere:
             again = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
-            again = replace(again, positions=np.array(elsewhere)[again.positions], known=NO_SLOTS.known)
+            again = replace(again, positions=np.array(elsewhere)[again.positions], facts=0)
             self._read_placed(batch, again, results)
             found = SlotReferences.joined([found, again]).by_position()
         count = results.count(GetResult.HIT)
@@ -233,8 +232,8 @@ class SlabStore(PathStore):
     def _read_placed(self, batch: PageBatch, found: SlotReferences, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
         doubtful: list[tuple[SlotReference, str]] = []
-        known = found.known.length
-        if known < 0 or not are_of_one_size(batch.sizes) or known != batch.sizes[0]:
+        one_length = found.facts & index_words.ONE_LENGTH and are_of_one_size(batch.sizes)
+        if not one_length or found.lengths.item(0) != batch.sizes[0]:
             wrong = found.lengths != sizes_at(batch.sizes, found.positions)
             if wrong.any():
                 # One of another length than asked for is not this page; it is not even read.
