@@ -156,7 +156,6 @@ def index_of(capacity: int) -> Iterator[SlabIndex]:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
         assert slab is not None
         index.finish_slab(slab)
-        index.grow_sets()
         index.register([IDENTITY])
         yield index
 

@@ -35,7 +35,6 @@ def add_slab(index: SlabIndex, slot_size: int = SMALL, slots: int = 40) -> Slab:
     slab = index.begin_slab(slot_size, lambda _: slots)
     assert slab is not None
     index.finish_slab(slab)
-    index.grow_sets()
     return slab
 
 

@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,6 @@ class SlotAllocator:
 
     def __init__(
         self,
-        tier: str,
         directory: SlabDirectory,
         capacity: int,
         pins: PinnedPages,
@@ -164,7 +164,6 @@ class SlotAllocator:
     ) -> None:
         """``failed`` is told errors of the disk, ``note_space`` why no slab finds room
         on it, and None once one may, ``evicted_age`` the seconds since the last use of evicted pages."""
-        self._tier = tier
         self._directory = directory
         self._index = directory.index
         self._companions = Companions(directory.path)
@@ -185,8 +184,8 @@ class SlotAllocator:
         """time.monotonic(); no slab is added before."""
         self._times_full = 0
         """Since the disk had room."""
-        self._to_finish: deque[Slab] = deque()
-        """Slabs whose files are there, and whose index was held by another process."""
+        self._left: deque[Callable[[], None]] = deque()
+        """Changes of the index that are to be made as soon as no other process holds it."""
         self._times_lock = threading.Lock()
         self._shrinking = threading.Lock()
         self._is_beyond = False
@@ -225,12 +224,17 @@ class SlotAllocator:
         """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
         the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy`` and ``before``:
         as for ``SlabIndex.take``. Raises IndexBusyError where there are none."""
+        while self._left:
+            with suppress(IndexError):
+                change = self._left.popleft()
+                try:
+                    change()
+                except IndexBusyError:
+                    self._left.append(change)
+                    raise
         if self._is_beyond and time.monotonic() < self._held_back_until:
             # Calls that never pause would keep a page under way in every slab.
             return dict.fromkeys(wanted, np.empty(0, np.int64))
-        while self._to_finish:
-            with suppress(IndexError):
-                self._finish(self._to_finish.popleft())
         taken: dict[int, Words] = {}
         try:
             for slot_size, pages in wanted.items():
@@ -240,6 +244,15 @@ class SlotAllocator:
             if not any(map(len, taken.values())):
                 raise
         return taken
+
+    def change(self, change: Callable[[], None]) -> bool:
+        """Have the index changed: now, or before the next slots are taken where another process holds it (False)."""
+        try:
+            change()
+        except IndexBusyError:
+            self._left.append(change)
+            return False
+        return True
 
     def _take(
         self,
@@ -373,18 +386,9 @@ class SlotAllocator:
         finally:
             if growth is not _Growth.GREW:
                 self._index.forget_slab(slab)
-        if growth is _Growth.GREW:
-            self._finish(slab)
+        if growth is _Growth.GREW and not self.change(partial(self._index.finish_slab, slab)):
+            raise IndexBusyError("another process holds the index")
         return growth
-
-    def _finish(self, slab: Slab) -> None:
-        """Have the slots of a slab taken, whose files are there. Raises IndexBusyError: then the next write does it."""
-        try:
-            self._index.finish_slab(slab)
-            self._index.grow_sets()
-        except IndexBusyError:
-            self._to_finish.append(slab)
-            raise
 
     def _make_files(self, slab: Slab) -> _Growth:
         try:

@@ -909,13 +909,6 @@ class SlabIndex:
             self.memory.header[index_words.NEXT_SLAB] = number + 1
             return Slab(number, slot_size, slots, first)
 
-    def grow_sets(self) -> None:
-        """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
-        header, wanted = self.memory.header, self._sets_wanted()
-        for sets in range(max(0, int(header[index_words.SETS])), wanted, _STEP):
-            with self._changing():
-                self.memory.table.add_sets(min(wanted, sets + _STEP))
-
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
 
@@ -932,15 +925,18 @@ class SlabIndex:
         header[index_words.REBUILT] = int(not found)
 
     def finish_slab(self, slab: Slab) -> None:
-        """The files of a slab are there: its slots can be taken. Nothing happens a second time. Raises
-        IndexBusyError."""
-        if self._position(slab, MAKING) < 0:
-            return
-        # Nobody else looks at them yet.
-        self.memory.forget_rows(slab.first_row, slab.slots)
-        self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE] = FREE
-        with self._changing():
-            self._set_state(slab, MAKING, READY)
+        """The files of a slab are there: its slots can be taken, and there are as many sets as the slots want, a few
+        at a time. Nothing happens a second time. Raises IndexBusyError."""
+        if self._position(slab, MAKING) >= 0:
+            # Nobody else looks at them yet.
+            self.memory.forget_rows(slab.first_row, slab.slots)
+            self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE] = FREE
+            with self._changing():
+                self._set_state(slab, MAKING, READY)
+        wanted = self._sets_wanted()
+        for sets in range(max(0, int(self.memory.header[index_words.SETS])), wanted, _STEP):
+            with self._changing():
+                self.memory.table.add_sets(min(wanted, sets + _STEP))
 
     def empty_slabs(self) -> list[Slab]:
         """Those without a page that can be looked up, and without one that a rebuild has yet to find. Looks at every

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -140,8 +140,6 @@ class SlabStore(PathStore):
         self._index.memory.header[index_words.NO_SPACE_SINCE] = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
-        self._left: deque[tuple[Numbers, int]] = deque()
-        """Slots with their tickets that are to be free as soon as the index can be changed again."""
         if self._capacity is None:
             raise StoreSetupError(self.name, "the slab layout preallocates its files and needs a capacity")
         # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
@@ -165,7 +163,7 @@ class SlabStore(PathStore):
             lambda: directory.index.inserts,
         )
         self._allocator = SlotAllocator(
-            self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
+            directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
         self._tenant_numbers = {tenants.DEFAULT: 0}
         self._keep_capacity()
@@ -348,15 +346,8 @@ class SlabStore(PathStore):
         except OSError as error:
             self._count_error(error)
         finally:
-            self._give_back(seized.rows, ticket)
+            self._allocator.change(partial(self._index.give_back, seized.rows, ticket))
         return len(seized.positions)
-
-    def _give_back(self, rows: Numbers, ticket: int) -> None:
-        """Have slots free again that were taken; later, where the index cannot be changed now."""
-        try:
-            self._index.give_back(rows, ticket)
-        except IndexBusyError:
-            self._left.append((rows, ticket))
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -381,7 +372,6 @@ class SlabStore(PathStore):
         if not missing:
             return results
         try:
-            self._give_back_left()
             if min(self._index.register(identities_of(batch.keys)).values()) < 0:
                 logger.error("tier %s: no room for more identities; clear some, or restart all servers", self.name)
                 self.metrics.add("rejected", "capacity", len(missing))
@@ -466,7 +456,7 @@ class SlabStore(PathStore):
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
         finally:
             if published is None:
-                self._give_back(taken.rows, ticket)
+                self._allocator.change(partial(self._index.give_back, taken.rows, ticket))
         if published.count(1) == len(published):
             _fill(results, written.positions, SetResult.STORED)
         else:
@@ -532,7 +522,7 @@ class SlabStore(PathStore):
                         with suppress(FileNotFoundError):  # the slab was dropped meanwhile
                             self._io.erase_header(slab, row - slab.first_row)
                 finally:
-                    self._give_back(rows, ticket)
+                    self._allocator.change(partial(self._index.give_back, rows, ticket))
         except IndexBusyError as error:
             raise ClearLaterError("another process holds the index") from error
         except OSError as error:
@@ -557,17 +547,6 @@ class SlabStore(PathStore):
     def _oldest(self) -> int:
         """Pages written before this (wall-clock milliseconds) are expired; 0 without a ttl."""
         return 0 if self._ttl is None else max(0, oldest_valid_ms(self._ttl))
-
-    def _give_back_left(self) -> None:
-        """Free the slots that could not be freed when they should. Raises IndexBusyError."""
-        while self._left:
-            with suppress(IndexError):
-                rows, ticket = self._left.popleft()
-                try:
-                    self._index.give_back(rows, ticket)
-                except IndexBusyError:
-                    self._left.append((rows, ticket))
-                    raise
 
     def _count_failed(self, moved: Moved) -> Sequence[int]:
         """The positions of the pages that the disk failed, once what it said is counted."""
