@@ -35,6 +35,7 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     WAYS,
     Words,
 )
+from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from tests.rigs import miniatures as reference
 from tests.rigs.bare_index import new_index_in
 from tests.rigs.ranks import ORIGIN, TICK
@@ -654,7 +655,7 @@ def _adopt(index: SlabIndex) -> None:
 
 
 def prepared(index: SlabIndex) -> None:
-    index.add_found_slabs([(7, SMALL, 12)])
+    index.add_found_slabs([Slab(7, SMALL, 12)])
     index.register([A])
     index.memory.header[index_words.SETS] = 2
     for _ in range(2):

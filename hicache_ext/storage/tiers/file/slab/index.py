@@ -180,8 +180,6 @@ class SlabIndex:
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
         self._beside: Mapping[int, Sequence[int]] = {}
         """By number of an identity of KV: the numbers of its companions."""
-        self._needed: Mapping[int, Sequence[int]] = {}
-        """By number of a companion: those of the identities of KV of which it needs one."""
         self._tickets = itertools.count(random.getrandbits(62))
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -360,14 +358,12 @@ class SlabIndex:
         under that hash."""
         if companions is not self._companions:
             numbers = self.numbers
-            of_kv: dict[int, list[int]] = {}
-            needed: dict[int, list[int]] = {}
-            for digest, others in companions.items():
-                for other in others:
-                    if digest in numbers and other in numbers:
-                        of_kv.setdefault(numbers[digest], []).append(numbers[other])
-                        needed.setdefault(numbers[other], []).append(numbers[digest])
-            self._companions, self._needed, self._beside = companions, needed, of_kv
+            self._companions = companions
+            self._beside = {
+                numbers[kv]: beside
+                for kv, others in companions.items()
+                if kv in numbers and (beside := [numbers[other] for other in others if other in numbers])
+            }
 
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
@@ -779,7 +775,7 @@ class SlabIndex:
             for number in self._beside.keys() & numbers[current].tolist():
                 of_kv = hashes[current & (numbers == number)]
                 for other in self._beside[number]:
-                    needed = self._needed[other]
+                    needed = [kv for kv, others in self._beside.items() if other in others]
                     step = max(1, _AT_ONCE_BESIDE // (len(needed) + 1))
                     for begin in range(0, len(of_kv), step):
                         with self._changing():
@@ -912,13 +908,13 @@ class SlabIndex:
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
 
-    def add_found_slabs(self, found: Sequence[tuple[int, int, int]]) -> None:
-        """Slabs that are there, for a rebuild: number, slot size, slots. Before others have the memory."""
+    def add_found_slabs(self, found: Sequence[Slab]) -> None:
+        """Slabs that are there, for a rebuild. Before others have the memory."""
         header, first = self.memory.header, 0
-        for position, (number, slot_size, slots) in enumerate(found):
-            self.memory.slabs[position] = [number, slot_size, slots, first, SCANNING, 0, 0, 0]
-            header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), number + 1)
-            first += slots
+        for position, slab in enumerate(found):
+            self.memory.slabs[position] = [slab.number, slab.slot_size, slab.slots, first, SCANNING, 0, 0, 0]
+            header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), slab.number + 1)
+            first += slab.slots
         header[SLAB_CHANGES] += 1
         sets = self._sets_wanted()
         header[index_words.SETS] = sets

@@ -99,10 +99,10 @@ class SlotReference(NamedTuple):
     slot: int
     length: int
     """Bytes of the payload."""
-    position: int
-    """In the batch."""
+    position: int = -1
+    """In the batch; -1 without one."""
     row: int = -1
-    """In the index."""
+    """In the index; -1 without one."""
 
 
 @dataclass(frozen=True, slots=True)
