@@ -50,8 +50,8 @@ def take(
 ) -> tuple[int, Words, int]:
     """The ticket, the rows and the number of pages evicted."""
     ticket = index.next_ticket()
-    rows, evicted = index.take(slot_size, count, ticket, oldest, spared, evicting=evict, tenancy=tenancy)
-    return ticket, rows, evicted.pages
+    rows, _, evicted, beside = index.take(slot_size, count, ticket, oldest, spared, evicting=evict, tenancy=tenancy)
+    return ticket, rows, len(evicted) + beside
 
 
 def references(rows: Words, positions: Words, lengths: Words | int = 1000) -> SlotReferences:

@@ -57,10 +57,10 @@ def test_the_page_before_is_looked_up_only_for_an_eviction(index: SlabIndex, mon
     store(index, keys)
     bound_behind = index.bound_behind
     monkeypatch.setattr(index, "bound_behind", lambda *of: looked_for.append(of[0]) or bound_behind(*of))
-    rows, _ = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
+    rows, *_ = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
     assert (len(rows), looked_for) == (4, [])
-    rows, evicted = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
-    assert len(rows) == evicted.pages == 0
+    rows, _, evicted, _ = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
+    assert len(rows) == len(evicted) == 0
     assert looked_for[0] == keys[3]
 
 

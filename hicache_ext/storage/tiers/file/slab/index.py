@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,19 +133,6 @@ class View:
     """How many pages the miniatures see of SAMPLE + 1."""
     rows: int
     """Behind the last row in use."""
-
-
-class Evicted(NamedTuple):
-    """What an eviction did."""
-
-    slots: int
-    """Free now."""
-    pages: int
-    """Evicted; not those that nobody could ask for any more."""
-    used: int
-    """One of them was used last at this moment of the clock (``SlabIndex.inserts``)."""
-    created: int
-    """And written then (milliseconds)."""
 
 
 class SlabIndex:
@@ -505,11 +491,13 @@ class SlabIndex:
         tenancy: Words | None = None,
         for_nobody: bool = False,
         before: bytes | None = None,
-    ) -> tuple[Words, Evicted]:
-        """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
-        evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
-        hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
-        None: there are none), and ``for_nobody`` those of the one that writes, too. Raises IndexBusyError."""
+    ) -> tuple[Words, int, Words, int]:
+        """Take slots to write: the rows of as many as there are, in order of place as far as possible. Where
+        ``evicting``, also how many slots were freed for them, the words of the rows of pages that were evicted, not of
+        those that nobody could ask for any more, and how many pages beside these went, too. Pages that rank at
+        ``bound_behind(before)`` or above stay, those with a hash in ``spared`` (sorted) if they can, those of other
+        tenants up to their shares in any case (``tenancy``; None: there are none), and ``for_nobody`` those of the one
+        that writes, too. Raises IndexBusyError."""
         ranked_for = tenancy
         if tenancy is not None and for_nobody:
             ranked_for = tenancy.copy()
@@ -540,15 +528,13 @@ class SlabIndex:
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
-        pages = np.concatenate(gone)
-        count = len(pages)
+        pages, beside = np.concatenate(gone), 0
         if tenancy is not None:
             tenancy[index_words.EVICTED :] += _tenants_in(pages)
-        if count:
+        if len(pages):
             hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
-            count += self._evict_beside(hashes, states, oldest)
-        used, created = pages[0, [index_words.USED, CREATED]].tolist() if len(pages) else (0, 0)
-        return rows[:done], Evicted(freed, count, used >> index_words.CLOCK_SHIFT, created)
+            beside = self._evict_beside(hashes, states, oldest)
+        return rows[:done], freed, pages, beside
 
     def _taken_from(self, slot_size: int) -> Words:
         """Positions of the slabs of a size that slots are taken from: all but those that a rebuild looks at."""
