@@ -98,8 +98,6 @@ IN_USE = (READY, SCANNING)
 """SLAB_STATE of the slabs whose pages can be looked up."""
 _AT_ONCE_BESIDE = 1 << 12
 """Pages looked for beside those that went, under the lock at once."""
-_COMING_AND_GOING = 4
-"""Pages that may come or go while rows are counted, for each insert of that time."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
 _NO_ROWS: Words = np.empty((0, index_words.ROW_WORDS), np.int64)
@@ -271,29 +269,22 @@ class SlabIndex:
         clock, tenants = self.inserts, self.tenant_pages
         of_tenants, taken = np.zeros_like(tenants), np.zeros_like(tenants)
         for slab in self.view().slabs.values():
-            found, counts = self._count(slab, oldest)
+            found, pending, tenants_of_slab = self._count(slab, oldest)
             pages += found
             used += found * (slab.slot_size + HEADER)
-            free += int(slab.slots - found - counts[PENDING]) * slab.slot_size
-            of_tenants += counts[index_words.STATES + 1 :]
-            taken += counts[index_words.STATES + 1 :] * (slab.slot_size + HEADER)
-        # While pages come and go the counts differ a little.
-        differ = np.abs(of_tenants - tenants).max() > _COMING_AND_GOING * (self.inserts - clock)
-        if differ and self.rebuilt and self.memory.tenants[1:, index_words.TENANT_NAME].any():
-            self._count_tenants()
-        return pages, used, free, taken
-
-    def _count_tenants(self) -> None:
-        """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
-        milliseconds."""
+            free += (slab.slots - found - pending) * slab.slot_size
+            of_tenants += tenants_of_slab
+            taken += tenants_of_slab * (slab.slot_size + HEADER)
         with suppress(OSError):
-            if not self._has_left_slabs() and self._lock.try_acquire():
+            if (of_tenants != tenants).any() and self.rebuilt and self._lock.try_acquire():
                 try:
-                    counts = [self._count(slab, 0)[1] for slab in self.view().slabs.values()]
-                    of_tenants = sum(counts, np.zeros(index_words.COUNTS, np.int64))[index_words.STATES + 1 :]
-                    self.memory.tenants[:, index_words.TENANT_PAGES] = of_tenants
+                    # Where no page has come or gone meanwhile, a kill has left them wrong.
+                    are_the_same = self.inserts == clock and (self.tenant_pages == tenants).all()
+                    if are_the_same and not self._has_left_slabs():
+                        self.memory.tenants[:, index_words.TENANT_PAGES] = of_tenants
                 finally:
                     self._lock.release()
+        return pages, used, free, taken
 
     def served(self) -> tuple[int, ...]:
         """What the miniatures say, as ``Fullness`` has it.
@@ -308,19 +299,23 @@ class SlabIndex:
         hits = (max(0, hits + hot) for hits in (half, int(small[index_words.SERVED]), twice, four_times))
         return uses, *hits
 
-    def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
-        """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE, and each tenant's."""
-        counts, pages = np.zeros(index_words.COUNTS, np.int64), 0
+    def _count(self, slab: Slab, oldest: int) -> tuple[int, int, Words]:
+        """How many slots of a slab have pages that can be found, are PENDING, and are each tenant's."""
+        pages, pending, of_tenants = 0, 0, np.zeros(index_words.TENANTS, np.int64)
         for begin in range(slab.first_row, slab.first_row + slab.slots, _MOST_LOOKED_AT):
-            rows = self.memory.rows[begin : min(begin + _MOST_LOOKED_AT, slab.first_row + slab.slots)]
-            states = rows[:, STATE].copy()
-            there = np.flatnonzero(states & STATES == index_words.PAGE)
-            counts[: STATES + 1] += np.bincount(states & STATES, minlength=STATES + 1)
-            counts[STATES + 1 :] += self.tenants_of(begin + there)
-            found = index_words.is_current(self.memory.identities, states[there])
-            found &= index_words.are_valid(self.memory.header, rows[there, CREATED], oldest)
-            pages += int(found.sum())
-        return pages, counts
+            rows = np.arange(begin, min(begin + _MOST_LOOKED_AT, slab.first_row + slab.slots))
+            states = self.memory.rows[rows, STATE] & STATES
+            pages += int(self.are_found(rows, oldest).sum())
+            pending += int((states == PENDING).sum())
+            of_tenants += self.tenants_of(rows[states == index_words.PAGE])
+        return pages, pending, of_tenants
+
+    def are_found(self, rows: Words, oldest: int) -> npt.NDArray[np.bool_]:
+        """Which of these rows have pages that can be found; ``oldest`` as for ``locate``."""
+        ranks = np.empty(len(rows), np.int64)
+        self.memory.table.ranks(rows, oldest, None, ranks)
+        found: npt.NDArray[np.bool_] = (ranks != index_words.AT_ONCE) & (ranks != NO_PAGE)
+        return found
 
     # -- identities ------------------------------------------------------------------------------------------------
 

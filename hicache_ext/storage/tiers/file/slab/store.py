@@ -81,15 +81,14 @@ class SlabContents:
         return np.concatenate(found)
 
     def _blocks(self, slab: Slab, begin: int, end: int, identity: int, oldest: int) -> Words:
-        memory = self._index.memory
-        rows = memory.rows[slab.first_row + begin : slab.first_row + end]
+        numbers = slab.first_row + np.arange(begin, end)
+        rows = self._index.memory.rows[numbers[0] : numbers[-1] + 1]
         # What a slot holds before that it holds it: a page becomes one when all else is written.
         hashes, states = rows[:, index_words.HASH].copy(), rows[:, index_words.STATE].copy()
         pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
         if not pages.any():
             return np.empty(0, np.int64)
-        pages &= index_words.is_current(memory.identities, states)
-        pages &= index_words.are_valid(memory.header, rows[:, index_words.CREATED], oldest)
+        pages &= self._index.are_found(numbers, oldest)
         seen = self._seen.get(slab.number)
         if seen is None or len(seen[0]) != slab.slots:
             # The table may call another one by its number.
