@@ -62,7 +62,6 @@ struct run {
     int64_t taken_to;   /* One behind the last page that this thread has taken. */
     const struct opened_slab *slab;
     int64_t slot;
-    int64_t flags;
     uint64_t *seals; /* That of the first page. */
     struct iovec vectors[MOST_VECTORS];
     uint64_t headers[MOST_HEADERS * HEADER_WORDS];
@@ -112,14 +111,8 @@ static int64_t move(struct run *run, int64_t descriptor, int count, int64_t offs
 {
     ssize_t moved = (run->call->into_memory ? of_others.read : of_others.write)(
         (int)descriptor, run->vectors, count, offset, (int)flags);
-    if (moved < 0 && errno == EOPNOTSUPP && flags) {
-        /* RWF_DONTCACHE, of which this kernel or this file system does not know. */
-        run->flags = 0;
-        return move(run, descriptor, count, offset, 0);
-    }
-    if (moved >= 0 || errno <= 0)
-        return moved >= 0 ? moved : 0;
-    return errno == EINVAL || errno == EOPNOTSUPP || errno == EINTR ? 0 : -errno;
+    int is_of_the_disk = errno > 0 && errno != EINVAL && errno != EOPNOTSUPP && errno != EINTR;
+    return moved >= 0 ? moved : is_of_the_disk ? -errno : 0;
 }
 
 /* Move all pages of a run at once, with what is between them. Returns as move. */
@@ -135,7 +128,7 @@ static int64_t move_together(struct run *run)
         if (gap && page + 1 < run->end)
             run->vectors[count++] = (struct iovec){run->filler, gap};
     }
-    return move(run, run->slab->slots, count, run->slot * call->slot_size, run->flags);
+    return move(run, run->slab->slots, count, run->slot * call->slot_size, call->flags);
 }
 
 /* Read one page in portions, and hash each while it is in the processor's cache. Returns as move. */
@@ -160,7 +153,7 @@ static int64_t read_large_page(struct run *run, checksum *of_payload)
             if (done + total < call->payload && total < portion && count < MOST_VECTORS)
                 continue;
             int64_t offset = run->slot * call->slot_size + done;
-            int64_t moved = move(run, run->slab->slots, count, offset, run->flags);
+            int64_t moved = move(run, run->slab->slots, count, offset, call->flags);
             if (moved != total)
                 return moved < 0 ? moved : done + moved;
             for (int vector = 0; vector < count; vector++)
@@ -241,7 +234,6 @@ PUBLIC int64_t hicache_move_pages(struct move_pages *call)
     struct run run;
     memset(run.filler, 0, sizeof run.filler);
     run.call = call;
-    run.flags = call->flags;
     run.memory = (struct memory){call->addresses, call->segments, call->segment_count, call->payload};
     run.end = run.taken_to = 0;
     run.state = of_others.new_state();

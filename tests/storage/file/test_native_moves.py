@@ -591,27 +591,6 @@ def test_flags_of_the_page_cache_are_for_the_page_cache_alone(tmp_path, monkeypa
         assert all_done(move(slabs, batch, placed, write=write, mode="direct"))
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_a_kernel_that_does_not_know_a_flag_is_asked_once_a_thread_and_moves_the_pages_without(
-    tmp_path, monkeypatch, write
-):
-    monkeypatch.setattr(page_moves, "AT_ONCE", 4096)
-    slabs, keys, refused = Slabs(tmp_path / "slabs", 1000), page_keys(8), []
-    batch, placed = PageBatch(keys, Memory(8, [1000]).pages), place([(0, 2 * n) for n in range(8)], 1000)
-    assert all_done(move(slabs, batch, placed, write=True))
-
-    def no_flags(real: Callable[..., int], fd: int, buffers: list[memoryview], offset: int, flags: int) -> int:
-        if flags:
-            refused.append(flags)
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        return real(fd, buffers, offset, flags)
-
-    with answering(monkeypatch, "pwritev" if write else "preadv", no_flags):
-        assert all_done(move(slabs, batch, placed, write=write, mode="dontcache"))
-    # The first thread moves all pages here.
-    assert len(refused) == 1
-
-
 @pytest.mark.parametrize("sizes", [[1000], [300, 2, 3794], [9000, 7384]])
 def test_a_disk_that_fails_and_stops_halfway_gives_no_wrong_page(tmp_path, monkeypatch, sizes):
     monkeypatch.setattr(page_moves, "AT_ONCE", 8192)

@@ -11,9 +11,11 @@ shm``). A page that is not aligned goes through the page cache without staying t
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +96,8 @@ class SlotIo:
         self._plan = plan
         self._metrics = metrics
         self._workers = workers
+        self._flags = RWF_DONTCACHE if _knows_flags(directory.home / "lock") else 0
+        """Of all pages that are not to stay in the page cache, also those that cannot be direct."""
 
     # Of one page that the core has left: always through the page cache.
 
@@ -190,8 +194,8 @@ class SlotIo:
             payload,
             slot_size,
             0 if into_memory else int(time.time() * 1000),
-            # Of all pages that are not to stay in the page cache, also those that cannot be direct.
-            0 if direct or mode == "buffered" else RWF_DONTCACHE,
+            # The flags are for the page cache.
+            0 if direct or mode == "buffered" else self._flags,
             at_once,
             len(rows),
             ROW_WORDS,
@@ -209,6 +213,16 @@ class SlotIo:
         codes = dict(zip(found.positions[failed].tolist(), (-results[failed]).tolist(), strict=True))
         left = SlotReferences.joined([found.select(results > 0), others])
         return Moved(found.select(results == 0), codes, left)
+
+
+def _knows_flags(path: Path) -> bool:
+    """Whether the file system and the kernel let a read leave nothing in the page cache."""
+    try:
+        with path.open("rb") as file:
+            os.preadv(file.fileno(), [bytearray(1)], 0, RWF_DONTCACHE)
+    except OSError:
+        return False
+    return True
 
 
 def _aligned(memory: Addresses) -> bool:

@@ -60,18 +60,76 @@ _NEVER = np.int64(-1) << 63
 """In place of a HASH: nothing is known of the slot. A page with this very HASH has its header read each time."""
 
 
-class SlabContents:
-    """Of one directory. 16 bytes a slot, from the first look on. For one thread at a time."""
+logger = logging.getLogger(__name__)
 
-    def __init__(self, directory: SlabDirectory) -> None:
-        self._directory = directory
+_PUBLISHED = {1: SetResult.STORED, 0: SetResult.EXISTS, -1: SetResult.ERROR}
+_NOTES_AWAITED = 1.0
+"""Seconds for which clear() waits for its notes to be written, and not synced: a disk may hang."""
+_TICKS = 8
+_HEADERS_AT_ONCE = 1 << 12
+_PORTIONS = 4
+"""A write takes at most this part of the capacity at once."""
+
+
+class SlabStore(PathStore):
+    """PageStore over one slab directory. It needs a capacity."""
+
+    layout = "slab"
+
+    @property
+    def no_space_since(self) -> int:
+        return int(self._index.memory.header[index_words.NO_SPACE_SINCE])
+
+    @no_space_since.setter
+    def no_space_since(self, since: int) -> None:
+        self._index.memory.header[index_words.NO_SPACE_SINCE] = since
+
+    def _open(self, path: Path, evicted_age: RecentMean) -> None:
+        if self._capacity is None:
+            raise StoreSetupError(self.name, "the slab layout preallocates its files and needs a capacity")
+        # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
+        processors = len(os.sched_getaffinity(0))
+        self._readers, self._writers = (
+            self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
+            for mode in (self._plan.read, self._plan.write)
+        )
+        self._directory = directory = SlabDirectory(path, self.name, self._capacity)
+        self._resources.callback(directory.close)
         self._index = directory.index
+        if self._ttl is not None:
+            self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
+        self._io = SlotIo(directory, self._plan, self.metrics, self._workers)
         self._seen: dict[int, tuple[Words, Words]] = {}
         """By number of slab, a word for each slot: HASH of the page whose header was read, and its block hash."""
+        pins = self.pins = PinnedPages(
+            self.name,
+            directory.path,
+            self._capacity // 2,
+            directory.index.occupied_by,
+            lambda: directory.index.inserts,
+        )
+        self._allocator = SlotAllocator(
+            directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
+        )
+        self._tenant_numbers = {tenants.DEFAULT: 0}
+        self._keep_capacity()
+        directory.rebuild.tell_of_damage(self._look_over)
 
-    def block_hashes(self, digest: bytes, oldest: int) -> Words:
-        """As ``PageLister``; pages written before ``oldest`` (wall-clock milliseconds) do not count. Raises OSError."""
-        slabs = self._index.view().slabs
+    def _keep_capacity(self) -> None:
+        """Drop what is beyond the capacity, which may have become lower."""
+        self._allocator.shrink()
+
+    def fullness(self) -> Fullness:
+        with self._calls:
+            fullness, taken = self._allocator.fullness(self._oldest(), self.no_space_since)
+            if tenants.in_force() is None:
+                return fullness
+            none, pages = dict.fromkeys(self._tenant_numbers, 0), self._by_name(self._index.tenant_pages)
+            return replace(fullness, tenant_pages={**none, **pages}, tenant_bytes={**none, **self._by_name(taken)})
+
+    def _block_hashes(self, digest: bytes) -> Words:
+        """One thread at a time. Of each page a header is read once."""
+        slabs, oldest = self._index.view().slabs, self._oldest()
         self._seen = {number: seen for number, seen in self._seen.items() if number in slabs}
         found = [np.empty(0, np.int64)]
         identity = int(self._index.number_of(digest)[0])
@@ -112,76 +170,6 @@ class SlabContents:
         right = hashes_of(keys) == hashes
         known[slots[right]] = hashes[right]
         blocks[slots[right]] = keys[right, _FIRST_OF_PAGE_HASH].byteswap()
-
-
-logger = logging.getLogger(__name__)
-
-_PUBLISHED = {1: SetResult.STORED, 0: SetResult.EXISTS, -1: SetResult.ERROR}
-_NOTES_AWAITED = 1.0
-"""Seconds for which clear() waits for its notes to be written, and not synced: a disk may hang."""
-_TICKS = 8
-_HEADERS_AT_ONCE = 1 << 12
-_PORTIONS = 4
-"""A write takes at most this part of the capacity at once."""
-
-
-class SlabStore(PathStore):
-    """PageStore over one slab directory. It needs a capacity."""
-
-    layout = "slab"
-
-    @property
-    def no_space_since(self) -> int:
-        return int(self._index.memory.header[index_words.NO_SPACE_SINCE])
-
-    @no_space_since.setter
-    def no_space_since(self, since: int) -> None:
-        self._index.memory.header[index_words.NO_SPACE_SINCE] = since
-
-    def _open(self, path: Path, evicted_age: RecentMean) -> None:
-        if self._capacity is None:
-            raise StoreSetupError(self.name, "the slab layout preallocates its files and needs a capacity")
-        # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
-        processors = len(os.sched_getaffinity(0))
-        self._readers, self._writers = (
-            self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
-            for mode in (self._plan.read, self._plan.write)
-        )
-        self._directory = directory = SlabDirectory(path, self.name, self._capacity)
-        self._resources.callback(directory.close)
-        self._index = directory.index
-        if self._ttl is not None:
-            self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
-        self._io = SlotIo(directory, self._plan, self.metrics, self._workers)
-        self._contents = SlabContents(directory)
-        pins = self.pins = PinnedPages(
-            self.name,
-            directory.path,
-            self._capacity // 2,
-            directory.index.occupied_by,
-            lambda: directory.index.inserts,
-        )
-        self._allocator = SlotAllocator(
-            directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
-        )
-        self._tenant_numbers = {tenants.DEFAULT: 0}
-        self._keep_capacity()
-        directory.rebuild.tell_of_damage(self._look_over)
-
-    def _keep_capacity(self) -> None:
-        """Drop what is beyond the capacity, which may have become lower."""
-        self._allocator.shrink()
-
-    def fullness(self) -> Fullness:
-        with self._calls:
-            fullness, taken = self._allocator.fullness(self._oldest(), self.no_space_since)
-            if tenants.in_force() is None:
-                return fullness
-            none, pages = dict.fromkeys(self._tenant_numbers, 0), self._by_name(self._index.tenant_pages)
-            return replace(fullness, tenant_pages={**none, **pages}, tenant_bytes={**none, **self._by_name(taken)})
-
-    def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        return self._contents.block_hashes(digest, self._oldest())
 
     def _demote(self, hashes: Sequence[bytes]) -> int:
         return self._index.demote(hashes)
