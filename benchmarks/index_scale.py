@@ -116,7 +116,7 @@ def measure(place: Path, slots: int) -> dict[str, float]:
         def write() -> None:
             nonlocal written
             keys, ticket = PageKeys.of_joined(IDENTITY, page_hashes(written, BATCH)), index.next_ticket()
-            rows, _ = index.take(SLOT, BATCH, ticket, 0, np.empty(0, np.int64), evicting=True)
+            rows, *_ = index.take(SLOT, BATCH, ticket, 0, np.empty(0, np.int64), evicting=True)
             at = np.arange(len(rows))
             taken = SlotReferences(*index.places_of(rows), np.full(len(rows), SLOT), at, rows)
             published = index.publish(ticket, keys, taken, taken, 0, 1)

@@ -156,7 +156,6 @@ def index_of(capacity: int) -> Iterator[SlabIndex]:
         slab = index.begin_slab(_SLOT_SIZE, lambda _: capacity)
         assert slab is not None
         index.finish_slab(slab)
-        index.grow_sets()
         index.register([IDENTITY])
         yield index
 
@@ -180,7 +179,7 @@ def store(
     is_patient = tenancy is None and index.bound_behind(before, 0) == index_words.NO_PAGE
     while len(rows) < len(positions) and (len(some) or is_patient):
         left = len(positions) - len(rows)
-        some, _ = index.take(_SLOT_SIZE, left, ticket, 0, spared, evicting=True, tenancy=tenancy, before=before)
+        some, *_ = index.take(_SLOT_SIZE, left, ticket, 0, spared, evicting=True, tenancy=tenancy, before=before)
         rows = np.concatenate([rows, some])
     ones = np.ones(len(rows), np.int64)
     taken = SlotReferences(*index.places_of(rows), ones, np.array(positions[: len(rows)], np.int64), rows)

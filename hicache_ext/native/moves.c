@@ -105,12 +105,14 @@ static int find_place(struct run *run)
     return !__builtin_mul_overflow(run->slot + count, call->slot_size, &end);
 }
 
-/* Move `count` vectors. Returns the bytes, or -errno; 0 for a call that fails with errno 0. */
+/* Move `count` vectors. Returns the bytes, or -errno; 0, as if nothing was there, where the call was interrupted or asked
+ * for something that this file system does not do. */
 static int64_t move(struct run *run, int64_t descriptor, int count, int64_t offset, int64_t flags)
 {
     ssize_t moved = (run->call->into_memory ? of_others.read : of_others.write)(
         (int)descriptor, run->vectors, count, offset, (int)flags);
-    return moved >= 0 ? moved : errno > 0 ? -errno : 0;
+    int is_of_the_disk = errno > 0 && errno != EINVAL && errno != EOPNOTSUPP && errno != EINTR;
+    return moved >= 0 ? moved : is_of_the_disk ? -errno : 0;
 }
 
 /* Move all pages of a run at once, with what is between them. Returns as move. */

@@ -604,17 +604,15 @@ struct ranks {
     struct words ranks;   /* Receives them. */
 };
 
-/* The ranks of some slots. No lock. Returns how many can be taken. */
+/* The ranks of some slots. No lock. Returns how many there are. */
 PUBLIC int64_t hicache_ranks(const struct ranks *call)
 {
     const struct tenancy *tenancy = (const struct tenancy *)call->tenancy.at;
-    int64_t count = 0;
     for (int64_t of = 0; of < call->rows.count; of++) {
         const int64_t *row = row_at(call->table, call->rows.at[of]);
         call->ranks.at[of] = rank_of(call->table, row, call->oldest, tenancy);
-        count += call->ranks.at[of] != NO_PAGE;
     }
-    return count;
+    return call->rows.count;
 }
 
 struct evict {

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from hicache_ext.runtime.file_lock import ChangeLock
 from hicache_ext.runtime.members import Members
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, new_index
-from hicache_ext.storage.tiers.file.slab.index_words import FREE, PAGE, PENDING, REBUILT, UNKNOWN
+from hicache_ext.storage.tiers.file.slab.index_words import FREE, PAGE, PENDING, REBUILT, STATE, STATES, UNKNOWN
 
 
 @contextmanager
@@ -31,9 +33,9 @@ def new_index_in(directory: Path, capacity: int) -> Iterator[SlabIndex]:
 
 def counts(index: SlabIndex) -> dict[str, int]:
     """How many slots there are of each kind, and slabs. Cleared pages count as free."""
-    of_slabs = [index._count(slab, 0) for slab in index.view().slabs.values()]
-    pages = sum(found for found, _ in of_slabs)
-    states = sum(kinds for _, kinds in of_slabs) if of_slabs else [0] * 4
-    free = int(states[FREE] + states[PAGE]) - pages
-    kinds = {"pages": pages, "free": free, "pending": int(states[PENDING]), "unknown": int(states[UNKNOWN])}
-    return {**kinds, "slabs": len(of_slabs)}
+    slabs = index.view().slabs.values()
+    rows = np.concatenate([np.empty(0, np.int64), *[slab.first_row + np.arange(slab.slots) for slab in slabs]])
+    states = np.bincount(index.memory.rows[rows, STATE] & STATES, minlength=STATES + 1).tolist()
+    pages = int(index.are_found(rows, 0).sum())
+    kinds = {"pages": pages, "free": states[FREE] + states[PAGE] - pages, "pending": states[PENDING]}
+    return {**kinds, "unknown": states[UNKNOWN], "slabs": len(slabs)}

@@ -35,7 +35,6 @@ def add_slab(index: SlabIndex, slot_size: int = SMALL, slots: int = 40) -> Slab:
     slab = index.begin_slab(slot_size, lambda _: slots)
     assert slab is not None
     index.finish_slab(slab)
-    index.grow_sets()
     return slab
 
 
@@ -51,8 +50,8 @@ def take(
 ) -> tuple[int, Words, int]:
     """The ticket, the rows and the number of pages evicted."""
     ticket = index.next_ticket()
-    rows, evicted = index.take(slot_size, count, ticket, oldest, spared, evicting=evict, tenancy=tenancy)
-    return ticket, rows, evicted.pages
+    rows, _, evicted, beside = index.take(slot_size, count, ticket, oldest, spared, evicting=evict, tenancy=tenancy)
+    return ticket, rows, len(evicted) + beside
 
 
 def references(rows: Words, positions: Words, lengths: Words | int = 1000) -> SlotReferences:

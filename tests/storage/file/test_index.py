@@ -512,7 +512,6 @@ def test_a_slab_that_is_finished_twice_keeps_its_pages(tmp_path: Path) -> None:
         slab = index.begin_slab(SMALL, lambda _: 40)
         assert slab is not None
         index.finish_slab(slab)
-        index.grow_sets()
         index.register([A])
         store(index, keys_of(range(10)))
         index.finish_slab(slab)

@@ -35,6 +35,7 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     WAYS,
     Words,
 )
+from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from tests.rigs import miniatures as reference
 from tests.rigs.bare_index import new_index_in
 from tests.rigs.ranks import ORIGIN, TICK
@@ -322,9 +323,8 @@ def assert_ranked(world: Any, rng: random.Random, oldest: int) -> None:
         if of_row[row] <= cool and of_row[row] != NO_PAGE
     ]
     rows, ranks = np.arange(begin, begin + 130), np.zeros(130, np.int64)
-    can_be_taken = world.table.ranks(rows, oldest, None, ranks)
+    world.table.ranks(rows, oldest, None, ranks)
     assert ranks.tolist() == of_row[begin : begin + 130]
-    assert can_be_taken == sum(rank != NO_PAGE for rank in ranks.tolist())
     assert rows[are_coldest(ranks, together, cold, cool)].tolist() == expected
     pages = world.rows[:, STATE] & STATES == PAGE
     tenants = world.rows[pages, index_words.LENGTH] >> 32 & 63
@@ -491,7 +491,7 @@ def test_a_thread_in_a_call_keeps_the_words_of_an_index_that_is_closed(tmp_path:
     memory.rows[:100, STATE] = FREE
     call, rows, ranks = memory.table.ranks, np.arange(200), np.zeros(200, np.int64)
     memory.close()
-    assert call(rows, 0, None, ranks) == 100
+    assert call(rows, 0, None, ranks) == 200
     assert np.count_nonzero(ranks == index_words.AT_ONCE) == 100
     with pytest.raises(AttributeError):
         memory.table.ranks(rows, 0, None, ranks)
@@ -654,7 +654,7 @@ def _adopt(index: SlabIndex) -> None:
 
 
 def prepared(index: SlabIndex) -> None:
-    index.add_found_slabs([(7, SMALL, 12)])
+    index.add_found_slabs([Slab(7, SMALL, 12)])
     index.register([A])
     index.memory.header[index_words.SETS] = 2
     for _ in range(2):

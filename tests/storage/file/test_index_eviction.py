@@ -9,6 +9,7 @@ from hicache_ext.storage.tiers.file.slab import index as index_module
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index import SlabIndex
 from hicache_ext.storage.tiers.file.slab.index_words import CURSOR, FREE_SLOTS, PRIORITY, REMEMBERED, USED
+from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from tests.rigs.ranks import ORIGIN, TICK
 from tests.storage.file.indexes import (
     LARGE,
@@ -56,10 +57,10 @@ def test_the_page_before_is_looked_up_only_for_an_eviction(index: SlabIndex, mon
     store(index, keys)
     bound_behind = index.bound_behind
     monkeypatch.setattr(index, "bound_behind", lambda *of: looked_for.append(of[0]) or bound_behind(*of))
-    rows, _ = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
+    rows, *_ = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
     assert (len(rows), looked_for) == (4, [])
-    rows, evicted = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
-    assert len(rows) == evicted.pages == 0
+    rows, _, evicted, _ = index.take(SMALL, 4, index.next_ticket(), 0, NOTHING, evicting=True, before=keys[3])
+    assert len(rows) == len(evicted) == 0
     assert looked_for[0] == keys[3]
 
 
@@ -321,7 +322,7 @@ def test_a_free_slot_behind_many_that_are_not_is_found(index: SlabIndex) -> None
 
 @pytest.mark.usefixtures("large_tables")
 def test_a_rebuild_under_way_does_not_keep_a_write_looking_for_its_free_slots(index: SlabIndex) -> None:
-    index.add_found_slabs([(0, SMALL, 40)])
+    index.add_found_slabs([Slab(0, SMALL, 40)])
     (slab,) = index.unknown_slabs()
     assert slab is not None
     index.memory.slabs[0, FREE_SLOTS] = 5

@@ -75,7 +75,7 @@ def test_slabs_that_are_found_are_placed_in_one_pass(tmp_path: Path, monkeypatch
             return slab_table()
 
         monkeypatch.setattr(index.memory, "slab_table", look)
-        index.add_found_slabs([(number, SMALL, 2) for number in range(4000)])
+        index.add_found_slabs([Slab(number, SMALL, 2) for number in range(4000)])
         assert looks < 4
         assert [slab.first_row for slab in index.unknown_slabs()] == list(range(0, 8000, 2))
 

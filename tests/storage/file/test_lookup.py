@@ -21,7 +21,7 @@ def write(index: SlabIndex, keys: list[bytes], slot_size: int) -> None:
     index.finish_slab(slab)
     index.register([keys[0][:16]])
     ticket, none = index.next_ticket(), np.empty(0, np.int64)
-    rows, _ = index.take(slot_size, len(keys), ticket, 0, none, evicting=False)
+    rows, *_ = index.take(slot_size, len(keys), ticket, 0, none, evicting=False)
     taken = SlotReferences(*index.places_of(rows), np.full(len(rows), slot_size), np.arange(len(rows)), rows)
     assert index.publish(ticket, keys, taken, taken, 0, milliseconds()) == [1] * len(keys)
 

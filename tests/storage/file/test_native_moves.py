@@ -35,7 +35,7 @@ from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from hicache_ext.storage.tiers.file.slab import page_moves
 from hicache_ext.storage.tiers.file.slab.directory import OpenFile
 from hicache_ext.storage.tiers.file.slab.index_words import ROW_WORDS, SEAL
-from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
+from hicache_ext.storage.tiers.file.slab.page_moves import Moved, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     Slab,
     SlabFile,
@@ -171,18 +171,26 @@ class Memory:
             position = end
 
 
-def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool, mode: str = "buffered") -> Moving:
+def move(slabs: Slabs, batch: PageBatch, placed: SlotReferences, *, write: bool, mode: str = "buffered") -> Moved:
     """Everything that the native core does of a call."""
-    plan, metrics = IoPlan(read=mode, write=mode), TierMetrics("disk")
-    moves = SlotIo(slabs, plan, metrics)
-    moving = moves.to_move(batch, placed, slabs.slab, 2, into_memory=not write)
-    for _ in range(moving.threads):
-        moving.move()
-    return moving
+    return slot_io(slabs, mode).move(batch, placed, slabs.slab, 2, into_memory=not write)
+
+
+def one_by_one(count: int, work: Callable[[int], object], _: int) -> list[object]:
+    return [work(number) for number in range(count)]
+
+
+def slot_io(slabs: Slabs, mode: str, run: Callable[..., object] = one_by_one) -> SlotIo:
+    plan, workers = IoPlan(read=mode, write=mode), SimpleNamespace(run=run)
+    return SlotIo(slabs, plan, TierMetrics("disk"), workers)
+
+
+def all_done(moved: Moved) -> bool:
+    return len(moved.done) > 0 and not moved.failed and not len(moved.left)
 
 
 def write_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, created_ms: int, mode: str) -> None:
-    io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
+    io = slot_io(slabs, mode)
     for page in placed.pages():
         key, segments = batch.keys[page.position], batch.buffers[page.position]
         header = envelope.encode_header(key, segments, created_ms=created_ms)
@@ -190,7 +198,7 @@ def write_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, crea
 
 
 def assert_read_in_python(slabs: Slabs, batch: PageBatch, placed: SlotReferences, mode: str) -> None:
-    io = SlotIo(slabs, IoPlan(read=mode, write=mode), TierMetrics("disk"))
+    io = slot_io(slabs, mode)
     for page in placed.pages():
         key, segments, size = batch.keys[page.position], batch.buffers[page.position], batch.sizes[page.position]
         slab = slabs.slab(page.slab)
@@ -208,7 +216,7 @@ def one_page(tmp_path: Path, sizes: Sequence[int], shift: int = 0) -> tuple[Slab
     slabs, placed, keys = Slabs(tmp_path / "slabs", sum(sizes)), place([(0, 3)], sum(sizes)), page_keys(1)
     memory = Memory(1, sizes, shift)
     memory.fill(0, payload_of(keys[0], sum(sizes)))
-    assert move(slabs, PageBatch(keys, memory.pages), placed, write=True).all_done
+    assert all_done(move(slabs, PageBatch(keys, memory.pages), placed, write=True))
     return slabs, PageBatch(keys, Memory(1, sizes, shift).pages), placed
 
 
@@ -258,7 +266,7 @@ def assert_moved_alike(
         patch.object(page_moves, "AT_ONCE", at_once),
         patch.object(page_moves, "AT_ONCE_DIRECT", at_once),
     ):
-        assert move(ours, batch, placed, write=True, mode=mode).all_done
+        assert all_done(move(ours, batch, placed, write=True, mode=mode))
         source.assert_guards_intact()
         assert [source.payload(page) for page in range(len(keys))] == payloads
         written = ours.slots()
@@ -274,7 +282,7 @@ def assert_moved_alike(
         for slabs in (ours, others):
             slabs.assert_nothing_beside_the_seals()
             back = Memory(len(keys), sizes, shift)
-            assert move(slabs, PageBatch(keys, back.pages), placed, write=False, mode=mode).all_done
+            assert all_done(move(slabs, PageBatch(keys, back.pages), placed, write=False, mode=mode))
             assert [back.payload(page) for page in range(len(keys))] == payloads
             back.assert_guards_intact()
     assert_read_in_python(ours, PageBatch(keys, Memory(len(keys), sizes, shift).pages), placed, mode)
@@ -323,18 +331,20 @@ def test_more_neighbours_than_a_thread_has_headers_for_are_moved(tmp_path, sizes
 def test_threads_share_the_pages_of_a_call_and_leave_none(tmp_path, monkeypatch, sizes):
     monkeypatch.setattr(page_moves, "AT_ONCE", 8192)
     slabs, keys = Slabs(tmp_path / "slabs", sum(sizes), (0, 1), 150), page_keys(300)
-    placed, plan, metrics = place([divmod(n, 150) for n in range(300)], sum(sizes)), IoPlan(), TierMetrics("disk")
+    placed, counts = place([divmod(n, 150) for n in range(300)], sum(sizes)), []
+
+    def run(count: int, work: Callable[[int], int], at_once: int) -> None:
+        assert count == at_once == 4
+        with ThreadPoolExecutor(4) as pool:
+            counts.append(sum(pool.map(work, range(4))))
+
     for write in (True, False):
         memory = Memory(300, sizes)
         for page, key in enumerate(keys if write else []):
             memory.fill(page, payload_of(key, sum(sizes)))
-        moves = SlotIo(slabs, plan, metrics)
-        moving = moves.to_move(PageBatch(keys, memory.pages), placed, slabs.slab, 4, into_memory=not write)
-        with ThreadPoolExecutor(4) as pool:
-            counts = list(pool.map(moving.move, range(4)))
-        assert moving.threads == 4
-        assert moving.all_done
-        assert sum(counts) == 300
+        io = slot_io(slabs, "buffered", run)
+        assert all_done(io.move(PageBatch(keys, memory.pages), placed, slabs.slab, 4, into_memory=not write))
+        assert counts.pop() == 300
         memory.assert_guards_intact()
         assert [memory.payload(page) for page in range(300)] == [payload_of(key, sum(sizes)) for key in keys]
 
@@ -344,8 +354,8 @@ def test_pages_with_more_segments_are_left_to_the_other_way(tmp_path, count):
     size = 16 * count
     slabs, placed, memory = Slabs(tmp_path / "slabs", size), place([(0, 3)], size), Memory(1, [16] * count)
     for write in (True, False):
-        moving = move(slabs, PageBatch(page_keys(1), memory.pages), placed, write=write)
-        assert (moving.threads, len(moving.done()), moving.left().positions.tolist()) == (0, 0, [0])
+        moved = move(slabs, PageBatch(page_keys(1), memory.pages), placed, write=write)
+        assert (len(moved.done), moved.left.positions.tolist()) == (0, [0])
 
 
 @pytest.mark.parametrize("sizes", [[100_000], [30_000, 1, 69_999], [4096] * 20])
@@ -358,10 +368,9 @@ def test_however_little_is_moved_at_once_a_large_page_is_read_to_its_end(tmp_pat
 
 
 def assert_not_done(slabs: Slabs, batch: PageBatch, placed: SlotReferences, mode: str = "buffered") -> None:
-    moving = move(slabs, batch, placed, write=False, mode=mode)
-    assert not moving.all_done
-    assert len(moving.done()) == 0
-    assert moving.left().positions.tolist() == [0]
+    moved = move(slabs, batch, placed, write=False, mode=mode)
+    assert len(moved.done) == 0
+    assert moved.left.positions.tolist() == [0]
 
 
 SHAPES = [
@@ -392,7 +401,7 @@ def test_a_flipped_bit_is_never_done(tmp_path, monkeypatch, sizes, mode):
         seal[bit // 64] ^= np.uint64(1 << bit % 64)
     # Nobody looks at the header of a page whose seal holds.
     slabs.flip(0, 3 * 128 + 20, file=SlabFile.HEADERS)
-    assert move(slabs, batch, placed, write=False, mode=mode).all_done
+    assert all_done(move(slabs, batch, placed, write=False, mode=mode))
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
@@ -426,7 +435,7 @@ def test_a_seal_of_anything_else_is_never_done(tmp_path, monkeypatch, sizes, mod
         slabs.seals[row] = np.frombuffer(envelope.seal_of(changed), np.uint64)
         assert_not_done(slabs, batch, placed, mode)
     slabs.seals[row] = np.frombuffer(envelope.seal_of(header), np.uint64)
-    assert move(slabs, batch, placed, write=False, mode=mode).all_done
+    assert all_done(move(slabs, batch, placed, write=False, mode=mode))
 
 
 @pytest.mark.parametrize("write", [False, True])
@@ -436,8 +445,8 @@ def test_a_slab_whose_rows_are_not_there_is_left_and_no_word_beside_them_is_touc
     known, rows = slabs.slab(0), slabs.rows.copy()
     slabs._slabs[0] = Slab(0, known.slot_size, known.slots, first)
     for _ in range(2):
-        moving = move(slabs, batch, placed, write=write)
-        assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
+        moved = move(slabs, batch, placed, write=write)
+        assert (len(moved.done), moved.failed, moved.left.positions.tolist()) == (0, {}, [0])
     assert (slabs.rows == rows).all()
 
 
@@ -446,22 +455,23 @@ def test_only_the_bad_page_of_a_run_is_left(tmp_path):
     placed, memory = place([(0, n) for n in range(12)], 1000), Memory(12, [1000])
     for page, key in enumerate(keys):
         memory.fill(page, payload_of(key, 1000))
-    assert move(slabs, PageBatch(keys, memory.pages), placed, write=True).all_done
+    assert all_done(move(slabs, PageBatch(keys, memory.pages), placed, write=True))
     slabs.flip(0, 7 * slabs.slot + 500)
-    moving = move(slabs, PageBatch(keys, memory.pages), placed, write=False)
-    assert moving.left().positions.tolist() == [7]
-    assert moving.done().positions.tolist() == [n for n in range(12) if n != 7]
+    moved = move(slabs, PageBatch(keys, memory.pages), placed, write=False)
+    assert moved.left.positions.tolist() == [7]
+    assert moved.done.positions.tolist() == [n for n in range(12) if n != 7]
 
 
 def test_a_slab_that_is_dropped_between_opening_and_reading_gives_nothing(tmp_path):
     slabs, batch, placed = one_page(tmp_path, [1000])
-    plan, metrics = IoPlan(read="buffered", write="buffered"), TierMetrics("disk")
-    moves = SlotIo(slabs, plan, metrics)
-    moving = moves.to_move(batch, placed, slabs.slab, 1, into_memory=True)
-    os.truncate(slabs.path(slabs.slab(0)), 0)
-    slabs.path(slabs.slab(0)).unlink()
-    moving.move()
-    assert moving.left().positions.tolist() == [0]
+
+    def run(_: int, work: Callable[[int], int], __: int) -> None:
+        os.truncate(slabs.path(slabs.slab(0)), 0)
+        slabs.path(slabs.slab(0)).unlink()
+        work(0)
+
+    moved = slot_io(slabs, "buffered", run).move(batch, placed, slabs.slab, 1, into_memory=True)
+    assert moved.left.positions.tolist() == [0]
 
 
 def test_pages_of_slabs_that_are_gone_are_left_and_the_others_are_moved(tmp_path):
@@ -469,11 +479,11 @@ def test_pages_of_slabs_that_are_gone_are_left_and_the_others_are_moved(tmp_path
     slabs, memory = Slabs(tmp_path / "slabs", 1000, (0, 1)), Memory(4, [1000])
     placed = place([(1, 2), (7, 0), (0, 1), (1, 1)], 1000)
     for write in (True, False):
-        moving = move(slabs, PageBatch(keys, memory.pages), placed, write=write)
-        assert sorted(moving.done().positions.tolist()) == [0, 2, 3]
-        assert moving.left().positions.tolist() == [1]
+        moved = move(slabs, PageBatch(keys, memory.pages), placed, write=write)
+        assert sorted(moved.done.positions.tolist()) == [0, 2, 3]
+        assert moved.left.positions.tolist() == [1]
         gone = move(slabs, PageBatch(keys, memory.pages), place([(7, n) for n in range(4)], 1000), write=write)
-        assert (gone.threads, gone.all_done, gone.left().positions.tolist()) == (0, False, [0, 1, 2, 3])
+        assert (len(gone.done), gone.left.positions.tolist()) == (0, [0, 1, 2, 3])
 
 
 # -- what the system calls answer --------------------------------------------------------------------------------------
@@ -495,8 +505,8 @@ def test_a_transfer_that_is_cut_short_is_never_done(tmp_path, monkeypatch, sizes
     slabs, batch, placed = one_page(tmp_path, sizes)
     for name in ("preadv", "pwritev"):
         with answering(monkeypatch, name, lambda real, *arguments: real(*arguments) - less):
-            moving = move(slabs, batch, placed, write=name == "pwritev")
-            assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
+            moved = move(slabs, batch, placed, write=name == "pwritev")
+            assert (len(moved.done), moved.failed, moved.left.positions.tolist()) == (0, {}, [0])
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EFAULT, errno.EBADF])
@@ -510,8 +520,8 @@ def test_an_error_of_the_disk_is_told_by_page(tmp_path, monkeypatch, code, sizes
             raise OSError(code, os.strerror(code))
 
         with answering(monkeypatch, name, fail):
-            moving = move(slabs, batch, placed, write=name == "pwritev")
-        assert (len(moving.done()), moving.failed(), len(moving.left())) == (0, {0: code}, 0)
+            moved = move(slabs, batch, placed, write=name == "pwritev")
+        assert (len(moved.done), moved.failed, len(moved.left)) == (0, {0: code}, 0)
 
 
 @pytest.mark.parametrize(
@@ -534,8 +544,8 @@ def test_a_page_whose_header_is_not_written_is_not_done(tmp_path, monkeypatch, a
         return answer
 
     with answering(monkeypatch, "pwritev", write):
-        moving = move(slabs, batch, placed, write=True)
-    assert (len(moving.done()), moving.failed(), len(moving.left())) == (0, failed, 0 if failed else 1)
+        moved = move(slabs, batch, placed, write=True)
+    assert (len(moved.done), moved.failed, len(moved.left)) == (0, failed, 0 if failed else 1)
 
 
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EINVAL, errno.EOPNOTSUPP])
@@ -547,8 +557,8 @@ def test_what_speaks_against_the_call_and_not_the_disk_is_left_to_the_other_way(
             raise OSError(code, os.strerror(code))
 
         with answering(monkeypatch, name, fail):
-            moving = move(slabs, batch, placed, write=name == "pwritev")
-        assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
+            moved = move(slabs, batch, placed, write=name == "pwritev")
+        assert (len(moved.done), moved.failed, moved.left.positions.tolist()) == (0, {}, [0])
 
 
 @pytest.mark.parametrize("sizes", SHAPES)
@@ -563,8 +573,8 @@ def test_a_failed_call_that_gives_no_reason_is_never_done(tmp_path, monkeypatch,
 
     with core_calling(fail, fail):
         for write in (False, True):
-            moving = move(slabs, batch, placed, write=write)
-            assert (len(moving.done()), moving.failed(), moving.left().positions.tolist()) == (0, {}, [0])
+            moved = move(slabs, batch, placed, write=write)
+            assert (len(moved.done), moved.failed, moved.left.positions.tolist()) == (0, {}, [0])
 
 
 @pytest.mark.parametrize("write", [False, True])
@@ -578,7 +588,7 @@ def test_flags_of_the_page_cache_are_for_the_page_cache_alone(tmp_path, monkeypa
         return real(fd, buffers, offset, flags)
 
     with answering(monkeypatch, "pwritev" if write else "preadv", no_flags):
-        assert move(slabs, batch, placed, write=write, mode="direct").all_done
+        assert all_done(move(slabs, batch, placed, write=write, mode="direct"))
 
 
 @pytest.mark.parametrize("sizes", [[1000], [300, 2, 3794], [9000, 7384]])
@@ -608,10 +618,10 @@ def test_memory_that_may_not_be_written_is_not_written(tmp_path):
     slabs, batch, placed = one_page(tmp_path, [1000, 24])
     constant = bytes(1024)
     shielded = PageBatch(batch.keys, [[memoryview(constant)[:1000], memoryview(constant)[1000:]]])
-    moving = move(slabs, shielded, placed, write=False)
-    assert (moving.threads, moving.left().positions.tolist()) == (0, [0])
+    moved = move(slabs, shielded, placed, write=False)
+    assert (len(moved.done), moved.left.positions.tolist()) == (0, [0])
     assert constant == bytes(1024)
-    assert move(slabs, shielded, placed, write=True).all_done
+    assert all_done(move(slabs, shielded, placed, write=True))
 
 
 @pytest.mark.parametrize("claimed", [999, 1001, 8192, 0, 1 << 40])
@@ -619,8 +629,8 @@ def test_a_batch_that_is_wrong_about_the_size_of_its_pages_is_left_to_the_other_
     slabs, batch, placed = one_page(tmp_path, [1000])
     wrong = PageBatch(batch.keys, batch.buffers, [claimed])
     for write in (True, False):
-        moving = move(slabs, wrong, placed, write=write)
-        assert (moving.threads, moving.left().positions.tolist()) == (0, [0])
+        moved = move(slabs, wrong, placed, write=write)
+        assert (len(moved.done), moved.left.positions.tolist()) == (0, [0])
 
 
 def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monkeypatch):
@@ -633,7 +643,7 @@ def test_empty_segments_of_pages_known_by_address_are_no_trouble(tmp_path, monke
         pages = np.array([[begin[0], begin[0], 0, begin[1], begin[1]]], np.int64)
         memory = PageMemory(Addresses(pages, sizes, int(sizes.sum())), lambda: list(batch.buffers))
         for write in (False, True):
-            assert move(slabs, PageBatch(batch.keys, memory, [41_000]), placed, write=write).all_done
+            assert all_done(move(slabs, PageBatch(batch.keys, memory, [41_000]), placed, write=write))
     assert b"".join(batch.buffers[0]) == payload_of(batch.keys[0], 41_000)
 
 
@@ -729,9 +739,9 @@ def test_slots_and_rows_that_make_no_sense_are_left_and_no_word_beside_them_is_t
     placed = SlotReferences(*map(np.ascontiguousarray, columns))
     keys, memory = page_keys(len(places)), Memory(len(places), sizes)
     with patch.object(page_moves, "AT_ONCE", at_once):
-        moving = move(slabs, PageBatch(keys, memory.pages), placed, write=write)
+        moved = move(slabs, PageBatch(keys, memory.pages), placed, write=write)
     memory.assert_guards_intact()
-    done = {(page.slab, page.slot) for page in moving.done().pages()}
+    done = {(page.slab, page.slot) for page in moved.done.pages()}
     if not write:
         assert not done
         assert (slabs.rows == rows_before).all()

@@ -580,7 +580,7 @@ def test_a_slab_with_a_page_under_way_is_dropped_after_a_later_write(tmp_path: P
     index = store._directory.index
     assert len(index.all_slabs()) > 2
     ticket = index.next_ticket()
-    rows, _ = index.take(SIZE, 1, ticket, 0, np.empty(0, np.int64), evicting=True)
+    rows, *_ = index.take(SIZE, 1, ticket, 0, np.empty(0, np.int64), evicting=True)
     (busy,) = index.places_of(rows)[0].tolist()
     store.resize(2 * MIB)
     assert [slab.number for slab in index.all_slabs()] == [busy]

@@ -11,7 +11,6 @@ goes with it (``Companions``): docs/decisions/pools-share-a-fate.md.
 from __future__ import annotations
 
 import bisect
-import enum
 import json
 import math
 import threading
@@ -20,6 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from hicache_ext.storage.tiers.file.pages.tree import load_document
 from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
-from hicache_ext.storage.tiers.file.slab.index import Evicted
-from hicache_ext.storage.tiers.file.slab.index_words import NO_PAGE, Words, hashes_of
+from hicache_ext.storage.tiers.file.slab.index_words import CLOCK_SHIFT, CREATED, NO_PAGE, USED, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.shapes import Numbers, Slab, slots_within
 
 _MISSING_INTERVAL = 10.0
@@ -138,22 +137,11 @@ _MOST_CLOCK_VALUES = 4096
 """Values kept; beyond that every other one is dropped, and the interval doubles."""
 
 
-class _Growth(enum.Enum):
-    """What came of adding a slab."""
-
-    GREW = enum.auto()
-    AT_CAPACITY = enum.auto()
-    DISK_FULL = enum.auto()
-    FAILED = enum.auto()
-    """The device. To evict pages would make no room on it."""
-
-
 class SlotAllocator:
     """The slabs of one directory. Thread-safe."""
 
     def __init__(
         self,
-        tier: str,
         directory: SlabDirectory,
         capacity: int,
         pins: PinnedPages,
@@ -164,7 +152,6 @@ class SlotAllocator:
     ) -> None:
         """``failed`` is told errors of the disk, ``note_space`` why no slab finds room
         on it, and None once one may, ``evicted_age`` the seconds since the last use of evicted pages."""
-        self._tier = tier
         self._directory = directory
         self._index = directory.index
         self._companions = Companions(directory.path)
@@ -185,8 +172,8 @@ class SlotAllocator:
         """time.monotonic(); no slab is added before."""
         self._times_full = 0
         """Since the disk had room."""
-        self._to_finish: deque[Slab] = deque()
-        """Slabs whose files are there, and whose index was held by another process."""
+        self._left: deque[Callable[[], None]] = deque()
+        """Changes of the index that are to be made as soon as no other process holds it."""
         self._times_lock = threading.Lock()
         self._shrinking = threading.Lock()
         self._is_beyond = False
@@ -225,12 +212,17 @@ class SlotAllocator:
         """Allocate slots for as many of the pages as possible, the first ones first: rows, by slot size. ``ticket``:
         the number with which they are published. ``wanted``: the pages for each slot size; ``tenancy`` and ``before``:
         as for ``SlabIndex.take``. Raises IndexBusyError where there are none."""
+        while self._left:
+            with suppress(IndexError):
+                change = self._left.popleft()
+                try:
+                    change()
+                except IndexBusyError:
+                    self._left.append(change)
+                    raise
         if self._is_beyond and time.monotonic() < self._held_back_until:
             # Calls that never pause would keep a page under way in every slab.
             return dict.fromkeys(wanted, np.empty(0, np.int64))
-        while self._to_finish:
-            with suppress(IndexError):
-                self._finish(self._to_finish.popleft())
         taken: dict[int, Words] = {}
         try:
             for slot_size, pages in wanted.items():
@@ -240,6 +232,15 @@ class SlotAllocator:
             if not any(map(len, taken.values())):
                 raise
         return taken
+
+    def change(self, change: Callable[[], None]) -> bool:
+        """Have the index changed: now, or before the next slots are taken where another process holds it (False)."""
+        try:
+            change()
+        except IndexBusyError:
+            self._left.append(change)
+            return False
+        return True
 
     def _take(
         self,
@@ -262,27 +263,26 @@ class SlotAllocator:
             left, disk_full = wanted - len(taken[slot_size]), time.monotonic() < self._disk_full_until
             evicting = disk_full or self._full.get(slot_size) == slabs
             wants = slot_size, left, ticket, oldest, spared
-            rows, evicted = self._index.take(
+            rows, freed, evicted, beside = self._index.take(
                 *wants, evicting=evicting, tenancy=tenancy, for_nobody=is_below, before=before
             )
             if len(rows):
                 taken[slot_size] = np.concatenate([taken[slot_size], rows]) if len(taken[slot_size]) else rows
-            if evicted.pages:
-                self._evicted_since_reclaim[slot_size] += evicted.pages
-                self._count_evicted(evicted)
+            if len(evicted):
+                self._evicted_since_reclaim[slot_size] += len(evicted) + beside
+                self._count_evicted(evicted[0], len(evicted) + beside)
             if len(rows) == left:
                 return
             if not evicting:
-                growth = self._add_slab(slot_size)
-                if growth is _Growth.AT_CAPACITY:
-                    self._full[slot_size] = slabs
-                elif growth is _Growth.FAILED or (growth is _Growth.DISK_FULL and found_full):
-                    return
-                found_full = found_full or growth is _Growth.DISK_FULL
-            elif is_below and not len(rows) and not evicted.slots:
+                if (error := self._add_slab(slot_size, slabs)) is not None:
+                    # A device that fails has no more room where pages are evicted.
+                    if error.errno not in NO_SPACE or found_full:
+                        return
+                    found_full = True
+            elif is_below and not len(rows) and not freed:
                 # A tenant that has less than its share takes it back from pages that another one has leased.
                 is_below, spared = False, self._spared(leased=False)
-            elif not len(rows) and not evicted.slots:
+            elif not len(rows) and not freed:
                 # Of a full disk one slab in a while: others may take the room of each that is given up.
                 whatever = self._index.bound_behind(before, oldest) == NO_PAGE
                 if (disk_full and not found_full) or not self._reclaim(
@@ -301,13 +301,13 @@ class SlotAllocator:
             self._spared_words[leased] = hashes, words
         return words
 
-    def _count_evicted(self, evicted: Evicted) -> None:
-        self._metrics.add("evicted", "capacity", evicted.pages)
+    def _count_evicted(self, row: Words, pages: int) -> None:
+        """``row``: of one of these pages, which stands for all: they are about as cold."""
+        self._metrics.add("evicted", "capacity", pages)
+        used, created = int(row[USED]) >> CLOCK_SHIFT, int(row[CREATED])
         with self._times_lock:
-            used = self._clock_times.when(evicted.used) if evicted.used else None
-        last_use = used or evicted.created / 1000
-        # One page stands for all: they are about as cold.
-        self._evicted_age.note(max(0.0, time.time() - last_use), evicted.pages)
+            last_use = (self._clock_times.when(used) if used else None) or created / 1000
+        self._evicted_age.note(max(0.0, time.time() - last_use), pages)
 
     # -- slabs -----------------------------------------------------------------------------------------------------
 
@@ -353,53 +353,41 @@ class SlotAllocator:
                 return self._drop_slab(slab)
         return False
 
-    def _add_slab(self, slot_size: int) -> _Growth:
-        """Grow by one slab within the capacity and what the disk has left."""
+    def _add_slab(self, slot_size: int, slabs: int) -> OSError | None:
+        """Grow by one slab within what the disk has left and the capacity, which is asked no more while the slabs are
+        the same (``slabs``: ``View.changes``). What the disk says where it failed."""
         whole = max(1, slots_within(self._whole_slab(), slot_size))
 
-        def wanted(slabs: Sequence[Slab]) -> int:
-            slots = min(whole, slots_within(self._capacity - _occupied(slabs), slot_size))
-            if slots < whole // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in slabs):
+        def wanted(there: Sequence[Slab]) -> int:
+            slots = min(whole, slots_within(self._capacity - _occupied(there), slot_size))
+            if slots < whole // _SMALLEST_PART_OF_A_SLAB and any(slab.slot_size == slot_size for slab in there):
                 # Or remainders of the capacity would become hundreds of slabs of one slot each.
                 return 0
             return slots
 
         slab = self._index.begin_slab(slot_size, wanted)
         if slab is None:
-            return _Growth.AT_CAPACITY
-        growth = _Growth.FAILED
-        try:
-            growth = self._make_files(slab)
-        finally:
-            if growth is not _Growth.GREW:
-                self._index.forget_slab(slab)
-        if growth is _Growth.GREW:
-            self._finish(slab)
-        return growth
-
-    def _finish(self, slab: Slab) -> None:
-        """Have the slots of a slab taken, whose files are there. Raises IndexBusyError: then the next write does it."""
-        try:
-            self._index.finish_slab(slab)
-            self._index.grow_sets()
-        except IndexBusyError:
-            self._to_finish.append(slab)
-            raise
-
-    def _make_files(self, slab: Slab) -> _Growth:
+            self._full[slot_size] = slabs
+            return None
+        grew = False
         try:
             self._directory.create_slab_files(slab)
-            self._times_full = 0
-            self._note_space(None)
-            return _Growth.GREW
+            grew = True
         except OSError as error:
             self._failed(error)
-            if error.errno not in NO_SPACE:
-                return _Growth.FAILED
-            self._times_full += 1
-            self._disk_full_until = time.monotonic() + NO_SPACE_PAUSES.limit(self._times_full)
-            self._note_space(error)
-            return _Growth.DISK_FULL
+            if error.errno in NO_SPACE:
+                self._times_full += 1
+                self._disk_full_until = time.monotonic() + NO_SPACE_PAUSES.limit(self._times_full)
+                self._note_space(error)
+            return error
+        finally:
+            if not grew:
+                self._index.forget_slab(slab)
+        self._times_full = 0
+        self._note_space(None)
+        if not self.change(partial(self._index.finish_slab, slab)):
+            raise IndexBusyError("another process holds the index")
+        return None
 
     def _whole_slab(self) -> int:
         """Bytes of disk of a slab."""

@@ -127,7 +127,7 @@ class SlabDirectory:
                 raise TimeoutError(
                     errno.ETIMEDOUT, "another process that is opening it does not go on: stopped, perhaps"
                 )
-            found: list[tuple[int, int, int]] = []
+            found: list[Slab] = []
             fd, living = index_of_others(self.home, self._home_fd, _JOINING_BOUND)
             is_new = fd is None
             if fd is None and living:
@@ -139,7 +139,7 @@ class SlabDirectory:
                 )
             if fd is None:
                 found = self._found_slabs()
-                fd = new_index(max(capacity, sum(slot_size * slots for _, slot_size, slots in found)))
+                fd = new_index(max(capacity, sum(slab.size for slab in found)))
             shared = fd
             self._resources.callback(os.close, shared)
             members = Members(self.home / "members")
@@ -169,32 +169,16 @@ class SlabDirectory:
             joining.release()
             joining.close()
 
-    def _found_slabs(self) -> list[tuple[int, int, int]]:
-        """Number, slot size and slots of the slabs that are here, by their names and the sizes of both files. What has
-        the name of such a file and is none goes. Raises OSError."""
-        names = {name for name in os.listdir(self._slabs_fd) if SLAB_FILE.fullmatch(name)}
-        statuses = {name: os.stat(name, dir_fd=self._slabs_fd, follow_symlinks=False) for name in names}
-        sizes = {name: status.st_size for name, status in statuses.items() if stat.S_ISREG(status.st_mode)}
-        found: dict[int, tuple[int, int, int]] = {}
-        kept: set[str] = set()
-        for name in sorted(sizes):
-            match = SLAB_FILE.fullmatch(name)
-            assert match is not None
-            number, slot_size, headers = int(match[1], 16), int(match[2]), f"{name.removesuffix('slab')}headers"
-            sound = match[3] == "slab" and number <= LARGEST_NUMBER and number not in found and headers in sizes
-            if sound and 0 < slot_size <= LARGEST_SLOT and slot_size % BLOCK == 0 and len(found) < MOST_SLABS:
-                # One of both may have been cut, or have grown by a hole.
-                slots = min(sizes[name] // slot_size, sizes[headers] // HEADER)
-                if slots:
-                    found[number] = number, slot_size, slots
-                    kept |= {name, headers}
-        for name in names - kept:
+    def _found_slabs(self) -> list[Slab]:
+        """``slabs_in`` this directory. What has the name of a file of a slab and is none goes. Raises OSError."""
+        slabs, others = slabs_in(Path(f"/proc/self/fd/{self._slabs_fd}"))
+        for name in others:
             try:
                 os.unlink(name, dir_fd=self._slabs_fd)
             except OSError:
                 with suppress(OSError):
                     move_aside(self.home / "slabs" / name)
-        return list(found.values())
+        return slabs
 
     def close(self) -> None:
         """Release everything. What others use stays."""
@@ -318,6 +302,30 @@ class SlabDirectory:
     def cleared_at(self, digest: bytes) -> int:
         """See ``cleared_at`` of this module."""
         return cleared_at(self.path, digest)
+
+
+def slabs_in(place: Path) -> tuple[list[Slab], set[str]]:
+    """The slabs that are there, by their names and the sizes of both files; and what has the name of such a file and is
+    none. Raises OSError."""
+    names = {name for name in os.listdir(place) if SLAB_FILE.fullmatch(name)}
+    sizes: dict[str, int] = {}
+    for name in names:
+        with suppress(FileNotFoundError):  # the slab was dropped meanwhile
+            if stat.S_ISREG((status := os.stat(place / name, follow_symlinks=False)).st_mode):
+                sizes[name] = status.st_size
+    found: dict[int, Slab] = {}
+    for name in sorted(sizes):
+        match = SLAB_FILE.fullmatch(name)
+        assert match is not None
+        number, slot_size, headers = int(match[1], 16), int(match[2]), f"{name.removesuffix('slab')}headers"
+        sound = match[3] == "slab" and number <= LARGEST_NUMBER and number not in found and headers in sizes
+        if sound and 0 < slot_size <= LARGEST_SLOT and slot_size % BLOCK == 0 and len(found) < MOST_SLABS:
+            # One of both may have been cut, or have grown by a hole.
+            slots = min(sizes[name] // slot_size, sizes[headers] // HEADER)
+            if slots:
+                found[number] = Slab(number, slot_size, slots)
+                names -= {name, headers}
+    return list(found.values()), names
 
 
 def cleared_at(path: Path, digest: bytes) -> int:

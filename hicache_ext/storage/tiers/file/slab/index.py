@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +57,7 @@ from hicache_ext.storage.tiers.file.slab.index_words import (
     WRITTEN,
     Words,
 )
-from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Known, Slab, SlotReferences
+from hicache_ext.storage.tiers.file.slab.shapes import HEADER, NO_SLOTS, Slab, SlotReferences
 
 _GROUP = 2 << 20
 """Bytes of slots that are evicted together."""
@@ -99,8 +98,6 @@ IN_USE = (READY, SCANNING)
 """SLAB_STATE of the slabs whose pages can be looked up."""
 _AT_ONCE_BESIDE = 1 << 12
 """Pages looked for beside those that went, under the lock at once."""
-_COMING_AND_GOING = 4
-"""Pages that may come or go while rows are counted, for each insert of that time."""
 _NO_NUMBERS = np.array([-1])
 _NONE: Words = np.empty(0, np.int64)
 _NO_ROWS: Words = np.empty((0, index_words.ROW_WORDS), np.int64)
@@ -136,19 +133,6 @@ class View:
     """Behind the last row in use."""
 
 
-class Evicted(NamedTuple):
-    """What an eviction did."""
-
-    slots: int
-    """Free now."""
-    pages: int
-    """Evicted; not those that nobody could ask for any more."""
-    used: int
-    """One of them was used last at this moment of the clock (``SlabIndex.inserts``)."""
-    created: int
-    """And written then (milliseconds)."""
-
-
 class SlabIndex:
     """The index of one directory. Thread-safe."""
 
@@ -180,8 +164,6 @@ class SlabIndex:
         self._companions: Mapping[bytes, Sequence[bytes]] = {}
         self._beside: Mapping[int, Sequence[int]] = {}
         """By number of an identity of KV: the numbers of its companions."""
-        self._needed: Mapping[int, Sequence[int]] = {}
-        """By number of a companion: those of the identities of KV of which it needs one."""
         self._tickets = itertools.count(random.getrandbits(62))
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -194,10 +176,7 @@ class SlabIndex:
         if not (count := found >> index_words.FACTS):
             return NO_SLOTS
         slabs, slots, lengths, positions, rows = located[:, :count]
-        length = lengths.item(0) if found & index_words.ONE_LENGTH else -1
-        slab = slabs.item(0) if found & index_words.ONE_SLAB else -1
-        known = Known(bool(found & index_words.IN_ORDER), length, slab)
-        return SlotReferences(slabs, slots, lengths, positions, rows, known)
+        return SlotReferences(slabs, slots, lengths, positions, rows, found & ((1 << index_words.FACTS) - 1))
 
     def contains(self, keys: Sequence[bytes], oldest: int = 0) -> list[bool]:
         """Which pages are found; ``oldest`` as for ``locate``."""
@@ -290,29 +269,22 @@ class SlabIndex:
         clock, tenants = self.inserts, self.tenant_pages
         of_tenants, taken = np.zeros_like(tenants), np.zeros_like(tenants)
         for slab in self.view().slabs.values():
-            found, counts = self._count(slab, oldest)
+            found, pending, tenants_of_slab = self._count(slab, oldest)
             pages += found
             used += found * (slab.slot_size + HEADER)
-            free += int(slab.slots - found - counts[PENDING]) * slab.slot_size
-            of_tenants += counts[index_words.STATES + 1 :]
-            taken += counts[index_words.STATES + 1 :] * (slab.slot_size + HEADER)
-        # While pages come and go the counts differ a little.
-        differ = np.abs(of_tenants - tenants).max() > _COMING_AND_GOING * (self.inserts - clock)
-        if differ and self.rebuilt and self.memory.tenants[1:, index_words.TENANT_NAME].any():
-            self._count_tenants()
-        return pages, used, free, taken
-
-    def _count_tenants(self) -> None:
-        """Put the page counts of tenants right after a kill: rows are counted under the lock, a million in some ten
-        milliseconds."""
+            free += (slab.slots - found - pending) * slab.slot_size
+            of_tenants += tenants_of_slab
+            taken += tenants_of_slab * (slab.slot_size + HEADER)
         with suppress(OSError):
-            if not self._has_left_slabs() and self._lock.try_acquire():
+            if (of_tenants != tenants).any() and self.rebuilt and self._lock.try_acquire():
                 try:
-                    counts = [self._count(slab, 0)[1] for slab in self.view().slabs.values()]
-                    of_tenants = sum(counts, np.zeros(index_words.COUNTS, np.int64))[index_words.STATES + 1 :]
-                    self.memory.tenants[:, index_words.TENANT_PAGES] = of_tenants
+                    # Where no page has come or gone meanwhile, a kill has left them wrong.
+                    are_the_same = self.inserts == clock and (self.tenant_pages == tenants).all()
+                    if are_the_same and not self._has_left_slabs():
+                        self.memory.tenants[:, index_words.TENANT_PAGES] = of_tenants
                 finally:
                     self._lock.release()
+        return pages, used, free, taken
 
     def served(self) -> tuple[int, ...]:
         """What the miniatures say, as ``Fullness`` has it.
@@ -327,19 +299,23 @@ class SlabIndex:
         hits = (max(0, hits + hot) for hits in (half, int(small[index_words.SERVED]), twice, four_times))
         return uses, *hits
 
-    def _count(self, slab: Slab, oldest: int) -> tuple[int, Words]:
-        """Pages of a slab that can be found, and how many slots are UNKNOWN, FREE, PENDING, PAGE, and each tenant's."""
-        counts, pages = np.zeros(index_words.COUNTS, np.int64), 0
+    def _count(self, slab: Slab, oldest: int) -> tuple[int, int, Words]:
+        """How many slots of a slab have pages that can be found, are PENDING, and are each tenant's."""
+        pages, pending, of_tenants = 0, 0, np.zeros(index_words.TENANTS, np.int64)
         for begin in range(slab.first_row, slab.first_row + slab.slots, _MOST_LOOKED_AT):
-            rows = self.memory.rows[begin : min(begin + _MOST_LOOKED_AT, slab.first_row + slab.slots)]
-            states = rows[:, STATE].copy()
-            there = np.flatnonzero(states & STATES == index_words.PAGE)
-            counts[: STATES + 1] += np.bincount(states & STATES, minlength=STATES + 1)
-            counts[STATES + 1 :] += self.tenants_of(begin + there)
-            found = index_words.is_current(self.memory.identities, states[there])
-            found &= index_words.are_valid(self.memory.header, rows[there, CREATED], oldest)
-            pages += int(found.sum())
-        return pages, counts
+            rows = np.arange(begin, min(begin + _MOST_LOOKED_AT, slab.first_row + slab.slots))
+            states = self.memory.rows[rows, STATE] & STATES
+            pages += int(self.are_found(rows, oldest).sum())
+            pending += int((states == PENDING).sum())
+            of_tenants += self.tenants_of(rows[states == index_words.PAGE])
+        return pages, pending, of_tenants
+
+    def are_found(self, rows: Words, oldest: int) -> npt.NDArray[np.bool_]:
+        """Which of these rows have pages that can be found; ``oldest`` as for ``locate``."""
+        ranks = np.empty(len(rows), np.int64)
+        self.memory.table.ranks(rows, oldest, None, ranks)
+        found: npt.NDArray[np.bool_] = (ranks != index_words.AT_ONCE) & (ranks != NO_PAGE)
+        return found
 
     # -- identities ------------------------------------------------------------------------------------------------
 
@@ -363,14 +339,12 @@ class SlabIndex:
         under that hash."""
         if companions is not self._companions:
             numbers = self.numbers
-            of_kv: dict[int, list[int]] = {}
-            needed: dict[int, list[int]] = {}
-            for digest, others in companions.items():
-                for other in others:
-                    if digest in numbers and other in numbers:
-                        of_kv.setdefault(numbers[digest], []).append(numbers[other])
-                        needed.setdefault(numbers[other], []).append(numbers[digest])
-            self._companions, self._needed, self._beside = companions, needed, of_kv
+            self._companions = companions
+            self._beside = {
+                numbers[kv]: beside
+                for kv, others in companions.items()
+                if kv in numbers and (beside := [numbers[other] for other in others if other in numbers])
+            }
 
     def clear(self, digests: Sequence[bytes] | None) -> tuple[list[bytes], int]:
         """Put all pages of these identities (None: of all) out of reach at once; those whose headers may still be on
@@ -512,11 +486,13 @@ class SlabIndex:
         tenancy: Words | None = None,
         for_nobody: bool = False,
         before: bytes | None = None,
-    ) -> tuple[Words, Evicted]:
-        """Take slots to write: the rows of as many as there are, in order of place as far as possible; and what was
-        evicted for them, where ``evicting``. Pages that rank at ``bound_behind(before)`` or above stay, those with a
-        hash in ``spared`` (sorted) if they can, those of other tenants up to their shares in any case (``tenancy``;
-        None: there are none), and ``for_nobody`` those of the one that writes, too. Raises IndexBusyError."""
+    ) -> tuple[Words, int, Words, int]:
+        """Take slots to write: the rows of as many as there are, in order of place as far as possible. Where
+        ``evicting``, also how many slots were freed for them, the words of the rows of pages that were evicted, not of
+        those that nobody could ask for any more, and how many pages beside these went, too. Pages that rank at
+        ``bound_behind(before)`` or above stay, those with a hash in ``spared`` (sorted) if they can, those of other
+        tenants up to their shares in any case (``tenancy``; None: there are none), and ``for_nobody`` those of the one
+        that writes, too. Raises IndexBusyError."""
         ranked_for = tenancy
         if tenancy is not None and for_nobody:
             ranked_for = tenancy.copy()
@@ -547,15 +523,13 @@ class SlabIndex:
                 got = take_free()
                 in_vain = 0 if got else in_vain + 1
                 done += got
-        pages = np.concatenate(gone)
-        count = len(pages)
+        pages, beside = np.concatenate(gone), 0
         if tenancy is not None:
             tenancy[index_words.EVICTED :] += _tenants_in(pages)
-        if count:
+        if len(pages):
             hashes, states = (np.ascontiguousarray(pages[:, word]) for word in (index_words.HASH, STATE))
-            count += self._evict_beside(hashes, states, oldest)
-        used, created = pages[0, [index_words.USED, CREATED]].tolist() if len(pages) else (0, 0)
-        return rows[:done], Evicted(freed, count, used >> index_words.CLOCK_SHIFT, created)
+            beside = self._evict_beside(hashes, states, oldest)
+        return rows[:done], freed, pages, beside
 
     def _taken_from(self, slot_size: int) -> Words:
         """Positions of the slabs of a size that slots are taken from: all but those that a rebuild looks at."""
@@ -782,7 +756,7 @@ class SlabIndex:
             for number in self._beside.keys() & numbers[current].tolist():
                 of_kv = hashes[current & (numbers == number)]
                 for other in self._beside[number]:
-                    needed = self._needed[other]
+                    needed = [kv for kv, others in self._beside.items() if other in others]
                     step = max(1, _AT_ONCE_BESIDE // (len(needed) + 1))
                     for begin in range(0, len(of_kv), step):
                         with self._changing():
@@ -912,38 +886,34 @@ class SlabIndex:
             self.memory.header[index_words.NEXT_SLAB] = number + 1
             return Slab(number, slot_size, slots, first)
 
-    def grow_sets(self) -> None:
-        """Have as many sets as the slots want, a few at a time. Raises IndexBusyError."""
-        header, wanted = self.memory.header, self._sets_wanted()
-        for sets in range(max(0, int(header[index_words.SETS])), wanted, _STEP):
-            with self._changing():
-                self.memory.table.add_sets(min(wanted, sets + _STEP))
-
     def _sets_wanted(self) -> int:
         return self.memory.sets_for(sum(slab.slots for slab in self.all_slabs()))
 
-    def add_found_slabs(self, found: Sequence[tuple[int, int, int]]) -> None:
-        """Slabs that are there, for a rebuild: number, slot size, slots. Before others have the memory."""
+    def add_found_slabs(self, found: Sequence[Slab]) -> None:
+        """Slabs that are there, for a rebuild. Before others have the memory."""
         header, first = self.memory.header, 0
-        for position, (number, slot_size, slots) in enumerate(found):
-            self.memory.slabs[position] = [number, slot_size, slots, first, SCANNING, 0, 0, 0]
-            header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), number + 1)
-            first += slots
+        for position, slab in enumerate(found):
+            self.memory.slabs[position] = [slab.number, slab.slot_size, slab.slots, first, SCANNING, 0, 0, 0]
+            header[index_words.NEXT_SLAB] = max(int(header[index_words.NEXT_SLAB]), slab.number + 1)
+            first += slab.slots
         header[SLAB_CHANGES] += 1
         sets = self._sets_wanted()
         header[index_words.SETS] = sets
         header[index_words.REBUILT] = int(not found)
 
     def finish_slab(self, slab: Slab) -> None:
-        """The files of a slab are there: its slots can be taken. Nothing happens a second time. Raises
-        IndexBusyError."""
-        if self._position(slab, MAKING) < 0:
-            return
-        # Nobody else looks at them yet.
-        self.memory.forget_rows(slab.first_row, slab.slots)
-        self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE] = FREE
-        with self._changing():
-            self._set_state(slab, MAKING, READY)
+        """The files of a slab are there: its slots can be taken, and there are as many sets as the slots want, a few
+        at a time. Nothing happens a second time. Raises IndexBusyError."""
+        if self._position(slab, MAKING) >= 0:
+            # Nobody else looks at them yet.
+            self.memory.forget_rows(slab.first_row, slab.slots)
+            self.memory.rows[slab.first_row : slab.first_row + slab.slots, STATE] = FREE
+            with self._changing():
+                self._set_state(slab, MAKING, READY)
+        wanted = self._sets_wanted()
+        for sets in range(max(0, int(self.memory.header[index_words.SETS])), wanted, _STEP):
+            with self._changing():
+                self.memory.table.add_sets(min(wanted, sets + _STEP))
 
     def empty_slabs(self) -> list[Slab]:
         """Those without a page that can be looked up, and without one that a rebuild has yet to find. Looks at every

@@ -98,7 +98,6 @@ WRITER, EVICTED = TENANTS, TENANTS + 1
 """Of a tenancy, which says for whom slots are taken: behind the slots that are each tenant's share, the number of the
 one that writes, -1 for nobody; and pages evicted of each."""
 TENANCY_WORDS = EVICTED + TENANTS
-COUNTS = 4 + TENANTS
 
 WAYS = 16
 HITS_BITS = 3
@@ -261,12 +260,6 @@ def is_current(identities: Words, states: Words) -> npt.NDArray[np.bool_]:
     numbers = (states >> NUMBER_SHIFT) & (len(identities) - 1)
     current: npt.NDArray[np.bool_] = (states >> 8) & GENERATIONS == identities[numbers, GENERATION] & GENERATIONS
     return current
-
-
-def are_valid(header: Words, created: Words, oldest: int) -> npt.NDArray[np.bool_]:
-    """Which pages with this CREATED are not expired, as ``is_expired`` in C."""
-    valid: npt.NDArray[np.bool_] = created >= oldest
-    return valid & (created - oldest <= header[TWICE_TTL]) if oldest > 0 and header[TWICE_TTL] > 0 else valid
 
 
 def are_remembered(identities: Words, ghosts: Words, keys: Words, numbers: Words) -> npt.NDArray[np.bool_]:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,9 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
-from hicache_ext.storage.tiers.file.layouts import SLAB_FILE, slab_home
+from hicache_ext.storage.tiers.file.layouts import slab_home
 from hicache_ext.storage.tiers.file.slab import index_words
-from hicache_ext.storage.tiers.file.slab.directory import cleared_at
+from hicache_ext.storage.tiers.file.slab.directory import cleared_at, slabs_in
 from hicache_ext.storage.tiers.file.slab.index import IN_USE, slabs_of
 from hicache_ext.storage.tiers.file.slab.index_memory import IndexMemory, index_of_others
 from hicache_ext.storage.tiers.file.slab.index_words import Words, are_remembered, hashes_of
@@ -31,6 +30,7 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
     PAYLOAD_LENGTH,
     Slab,
+    SlotReference,
     checked_headers,
     read_headers,
 )
@@ -38,16 +38,6 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
 _PORTION = 4096
 _PATIENCE = 2.0
 """Seconds for which servers are asked for their index."""
-
-
-class Place(NamedTuple):
-    """Where a page is: ``length`` bytes of payload from the start of a slot."""
-
-    slab: int
-    slot: int
-    length: int
-    row: int = -1
-    """In the index that servers share; -1 without."""
 
 
 class SlabListing(Inspector):
@@ -60,8 +50,14 @@ class SlabListing(Inspector):
         super().__init__(path)
         self._slabs_path = slab_home(path) / "slabs"
         self._memory, self.servers_out_of_reach = _memory_of_servers(slab_home(path))
-        found = self._slabs_in_memory() if self._memory is not None else self._slabs_by_files()
-        self._slabs = {slab.number: slab for slab in found}
+        slabs: list[Slab] = []
+        if self._memory is not None:
+            table = self._memory.slab_table()
+            slabs = slabs_of(table[np.isin(table[:, index_words.SLAB_STATE], IN_USE)])
+        else:
+            with suppress(FileNotFoundError):
+                slabs, _ = slabs_in(self._slabs_path)
+        self._slabs = {slab.number: slab for slab in sorted(slabs, key=lambda slab: slab.number)}
 
     @property
     def remark(self) -> str:
@@ -184,7 +180,7 @@ class SlabListing(Inspector):
                         keys[at].tobytes(),
                         HEADER + length,
                         written=int(headers[at, CREATED_MS]) / 1000,
-                        place=Place(slab.number, begin + at, length, row),
+                        place=SlotReference(slab.number, begin + at, length, row=row),
                         seal=seals[at].tobytes(),
                     )
         finally:
@@ -206,23 +202,6 @@ class SlabListing(Inspector):
     def _is_there(self, page: StoredPage) -> bool:
         key = np.frombuffer(bytearray(page.key), np.int64).reshape(1, -1)
         return self._memory is None or page.place.row < 0 or bool(self._counts(page.place.row, key)[0])
-
-    def _slabs_in_memory(self) -> list[Slab]:
-        assert self._memory is not None
-        table = self._memory.slab_table()
-        in_use = slabs_of(table[np.isin(table[:, index_words.SLAB_STATE], IN_USE)])
-        return sorted(in_use, key=lambda slab: slab.number)
-
-    def _slabs_by_files(self) -> list[Slab]:
-        slabs: list[Slab] = []
-        with suppress(FileNotFoundError):
-            for name in sorted(os.listdir(self._slabs_path)):
-                match = SLAB_FILE.fullmatch(name)
-                if match is not None and match[3] == "slab" and int(match[2]):
-                    with suppress(FileNotFoundError):
-                        size = (self._slabs_path / name).stat().st_size
-                        slabs.append(Slab(int(match[1], 16), int(match[2]), size // int(match[2])))
-        return slabs
 
     def _file(self, slab: Slab, kind: str) -> Path:
         return self._slabs_path / f"{slab.number:08x}-{slab.slot_size}.{kind}"

@@ -11,21 +11,21 @@ shm``). A page that is not aligned goes through the page cache without staying t
 
 from __future__ import annotations
 
-import errno
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.store import PageBatch, key_words
 from hicache_ext.storage.tiers.file.devices import RWF_DONTCACHE, IoPlan
@@ -60,8 +60,6 @@ Page = Sequence[memoryview]
 
 
 _MOST_SEGMENTS = IOV_MAX - 1
-_NOT_OF_THE_DISK = (errno.EINVAL, errno.EOPNOTSUPP, errno.EINTR)
-"""What a system call says that asked for something the file system does not do."""
 
 
 class MovePages(native.Arguments):
@@ -78,57 +76,26 @@ _WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
 """Faster than the constructor: a page alone takes 20 us in all."""
 
 
-class Moving:
-    """The pages of one call on their way, which up to ``threads`` threads may ``move``. What became of them is asked
-    once all have returned."""
+class Moved(NamedTuple):
+    """What became of the pages of one call. ``done`` and ``left`` have each its place in the batch."""
 
-    def __init__(
-        self,
-        pages: SlotReferences,
-        others: SlotReferences,
-        results: npt.NDArray[np.int64],
-        threads: int,
-        move: Callable[..., object],
-    ) -> None:
-        """``pages`` are in the order of their places, ``results`` of each 0 when it is moved and right, -errno, or
-        else 1; ``others`` cannot be moved here."""
-        self.threads = threads
-        self.move = move
-        """Moves pages until other threads have taken the rest; arguments are ignored."""
-        self._pages = pages
-        self._others = others
-        self._results = results
-
-    @property
-    def all_done(self) -> bool:
-        return not len(self._others.positions) and not np.count_nonzero(self._results)
-
-    def done(self) -> SlotReferences:
-        """The pages that are moved, and those read are what was asked for."""
-        return self._pages.select(self._results == 0)
-
-    def failed(self) -> dict[int, int]:
-        """The positions of pages that the disk failed, each with its errno."""
-        failed = (self._results < 0) & ~self._not_of_the_disk()
-        return dict(zip(self._pages.positions[failed].tolist(), (-self._results[failed]).tolist(), strict=True))
-
-    def left(self) -> SlotReferences:
-        """The pages left to the other way."""
-        left = self._pages.select((self._results > 0) | self._not_of_the_disk())
-        return SlotReferences.joined([left, self._others])
-
-    def _not_of_the_disk(self) -> npt.NDArray[np.bool_]:
-        return np.isin(-self._results, _NOT_OF_THE_DISK)
+    done: SlotReferences
+    """Moved; those that were read are what was asked for."""
+    failed: Mapping[int, int]
+    """The positions of pages that the disk failed, each with its errno."""
+    left: SlotReferences
+    """Left to the other way."""
 
 
 class SlotIo:
     """The I/O of one directory. Thread-safe. Raises OSError as the disk does."""
 
-    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics) -> None:
+    def __init__(self, directory: SlabDirectory, plan: IoPlan, metrics: TierMetrics, workers: ThreadPool) -> None:
         self._core = native.needed()
         self._directory = directory
         self._plan = plan
         self._metrics = metrics
+        self._workers = workers
         self._flags = RWF_DONTCACHE if _knows_flags(directory.home / "lock") else 0
         """Of all pages that are not to stay in the page cache, also those that cannot be direct."""
 
@@ -173,7 +140,7 @@ class SlotIo:
             header = bytearray(HEADER)
             return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
 
-    def to_move(
+    def move(
         self,
         batch: PageBatch,
         pages: SlotReferences,
@@ -181,14 +148,14 @@ class SlotIo:
         threads: int,
         *,
         into_memory: bool,
-    ) -> Moving:
-        """These pages of the batch, from their slots ``into_memory``, or into their slots."""
-        core, count = self._core, len(pages.positions)
+    ) -> Moved:
+        """Move these pages of the batch, from their slots ``into_memory``, or into their slots, by so many threads."""
+        core, count = self._core, len(pages)
         if not count or not are_of_one_size(batch.sizes):
-            return _nothing_but(pages)
+            return Moved(NO_SLOTS, {}, pages)
         payload, memory = batch.sizes[0], addresses_of(batch.buffers, writable=into_memory)
         if memory is None or len(memory.segment_sizes) > _MOST_SEGMENTS or memory.page_bytes != payload:
-            return _nothing_but(pages)
+            return Moved(NO_SLOTS, {}, pages)
         mode = self._plan.read if into_memory else self._plan.write
         direct = mode == "direct" and payload % BLOCK == 0 and _aligned(memory)
         found, others = pages.by_place(), NO_SLOTS
@@ -239,7 +206,13 @@ class SlotIo:
         # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
         arguments.used = batch, arrays, files
         threads = min(threads, -(-count // max(1, at_once // slot_size)))
-        return Moving(found, others, results, threads, lambda *_: core(arguments))
+        self._workers.run(threads, lambda _: core(arguments), threads)
+        if not len(others) and not np.count_nonzero(results):
+            return Moved(pages, {}, NO_SLOTS)
+        failed = results < 0
+        codes = dict(zip(found.positions[failed].tolist(), (-results[failed]).tolist(), strict=True))
+        left = SlotReferences.joined([found.select(results > 0), others])
+        return Moved(found.select(results == 0), codes, left)
 
 
 def _knows_flags(path: Path) -> bool:
@@ -250,10 +223,6 @@ def _knows_flags(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _nothing_but(others: SlotReferences) -> Moving:
-    return Moving(NO_SLOTS, others, np.empty(0, np.int64), 0, lambda *_: None)
 
 
 def _aligned(memory: Addresses) -> bool:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from hicache_ext import native
 from hicache_ext.page import envelope
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK
+from hicache_ext.storage.tiers.file.slab.index_words import IN_ORDER, ONE_SLAB
 
 HEADER = envelope.FIELDS_LENGTH
 """Bytes of a page's header."""
@@ -98,24 +99,10 @@ class SlotReference(NamedTuple):
     slot: int
     length: int
     """Bytes of the payload."""
-    position: int
-    """In the batch."""
+    position: int = -1
+    """In the batch; -1 without one."""
     row: int = -1
-    """In the index."""
-
-
-class Known(NamedTuple):
-    """What is known of many pages without looking at each."""
-
-    in_order: bool
-    """Of their places."""
-    length: int
-    """Of each payload; negative where that is not known."""
-    slab: int
-    """The one that all are in; negative where that is not known."""
-
-
-_NOTHING_KNOWN = Known(False, -1, -1)
+    """In the index; -1 without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +114,8 @@ class SlotReferences:
     lengths: Numbers
     positions: Numbers
     rows: Numbers
-    known: Known = _NOTHING_KNOWN
+    facts: int = 0
+    """What ``SlabIndex.locate`` knows of all of them: bits of index_words.py."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -138,7 +126,7 @@ class SlotReferences:
 
     def by_place(self) -> SlotReferences:
         """Neighbours one behind the other."""
-        if self.known.in_order:
+        if self.facts & IN_ORDER:
             return self
         places = self.slabs << 32 | self.slots
         return self if (places[1:] > places[:-1]).all() else self.select(places.argsort())
@@ -149,7 +137,7 @@ class SlotReferences:
         return self.select(self.positions.argsort())
 
     def slab_numbers(self) -> set[int]:
-        return {self.known.slab} if self.known.slab >= 0 else set(self.slabs.tolist())
+        return {self.slabs.item(0)} if self.facts & ONE_SLAB else set(self.slabs.tolist())
 
     def pages(self) -> list[SlotReference]:
         return list(map(SlotReference._make, zip(*[column.tolist() for column in self._columns()], strict=True)))

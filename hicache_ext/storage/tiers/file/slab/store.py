@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,10 +39,9 @@ from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
 from hicache_ext.storage.tiers.file.slab.index_words import NO_PAGE, Words, hashes_of
-from hicache_ext.storage.tiers.file.slab.page_moves import Moving, SlotIo
+from hicache_ext.storage.tiers.file.slab.page_moves import Moved, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
-    NO_SLOTS,
     Numbers,
     Slab,
     SlabFile,
@@ -59,61 +58,6 @@ _PORTION = 1 << 13
 _FIRST_OF_PAGE_HASH = IDENTITY_LENGTH // 8
 _NEVER = np.int64(-1) << 63
 """In place of a HASH: nothing is known of the slot. A page with this very HASH has its header read each time."""
-
-
-class SlabContents:
-    """Of one directory. 16 bytes a slot, from the first look on. For one thread at a time."""
-
-    def __init__(self, directory: SlabDirectory) -> None:
-        self._directory = directory
-        self._index = directory.index
-        self._seen: dict[int, tuple[Words, Words]] = {}
-        """By number of slab, a word for each slot: HASH of the page whose header was read, and its block hash."""
-
-    def block_hashes(self, digest: bytes, oldest: int) -> Words:
-        """As ``PageLister``; pages written before ``oldest`` (wall-clock milliseconds) do not count. Raises OSError."""
-        slabs = self._index.view().slabs
-        self._seen = {number: seen for number, seen in self._seen.items() if number in slabs}
-        found = [np.empty(0, np.int64)]
-        identity = int(self._index.number_of(digest)[0])
-        for slab in slabs.values():
-            portions = range(0, slab.slots, _PORTION)
-            found += [self._blocks(slab, at, min(at + _PORTION, slab.slots), identity, oldest) for at in portions]
-        return np.concatenate(found)
-
-    def _blocks(self, slab: Slab, begin: int, end: int, identity: int, oldest: int) -> Words:
-        memory = self._index.memory
-        rows = memory.rows[slab.first_row + begin : slab.first_row + end]
-        # What a slot holds before that it holds it: a page becomes one when all else is written.
-        hashes, states = rows[:, index_words.HASH].copy(), rows[:, index_words.STATE].copy()
-        pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
-        if not pages.any():
-            return np.empty(0, np.int64)
-        pages &= index_words.is_current(memory.identities, states)
-        pages &= index_words.are_valid(memory.header, rows[:, index_words.CREATED], oldest)
-        seen = self._seen.get(slab.number)
-        if seen is None or len(seen[0]) != slab.slots:
-            # The table may call another one by its number.
-            seen = self._seen[slab.number] = np.full(slab.slots, _NEVER), np.zeros(slab.slots, np.int64)
-        new = np.flatnonzero(pages & (seen[0][begin:end] != hashes))
-        if len(new):
-            self._read_headers(slab, begin + new, hashes[new], *seen)
-        blocks: Words = seen[1][begin:end][pages & (seen[0][begin:end] == hashes)]
-        return blocks
-
-    def _read_headers(self, slab: Slab, slots: Words, hashes: Words, known: Words, blocks: Words) -> None:
-        """Of these slots, in order; ``hashes``: of the pages that the index has there."""
-        first, last = int(slots[0]), int(slots[-1])
-        try:
-            with self._directory.opened(slab, SlabFile.HEADERS) as fd:
-                headers = read_headers(fd, first, last - first + 1)
-        except FileNotFoundError:
-            # The slab was dropped meanwhile.
-            return
-        keys = np.ascontiguousarray(headers[slots - first][:, KEY])
-        right = hashes_of(keys) == hashes
-        known[slots[right]] = hashes[right]
-        blocks[slots[right]] = keys[right, _FIRST_OF_PAGE_HASH].byteswap()
 
 
 logger = logging.getLogger(__name__)
@@ -141,8 +85,6 @@ class SlabStore(PathStore):
         self._index.memory.header[index_words.NO_SPACE_SINCE] = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
-        self._left: deque[tuple[Numbers, int]] = deque()
-        """Slots with their tickets that are to be free as soon as the index can be changed again."""
         if self._capacity is None:
             raise StoreSetupError(self.name, "the slab layout preallocates its files and needs a capacity")
         # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
@@ -156,8 +98,9 @@ class SlabStore(PathStore):
         self._index = directory.index
         if self._ttl is not None:
             self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
-        self._io = SlotIo(directory, self._plan, self.metrics)
-        self._contents = SlabContents(directory)
+        self._io = SlotIo(directory, self._plan, self.metrics, self._workers)
+        self._seen: dict[int, tuple[Words, Words]] = {}
+        """By number of slab, a word for each slot: HASH of the page whose header was read, and its block hash."""
         pins = self.pins = PinnedPages(
             self.name,
             directory.path,
@@ -166,7 +109,7 @@ class SlabStore(PathStore):
             lambda: directory.index.inserts,
         )
         self._allocator = SlotAllocator(
-            self.name, directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
+            directory, self._capacity, pins, self.metrics, self._count_error, self._note_space, evicted_age
         )
         self._tenant_numbers = {tenants.DEFAULT: 0}
         self._keep_capacity()
@@ -184,8 +127,49 @@ class SlabStore(PathStore):
             none, pages = dict.fromkeys(self._tenant_numbers, 0), self._by_name(self._index.tenant_pages)
             return replace(fullness, tenant_pages={**none, **pages}, tenant_bytes={**none, **self._by_name(taken)})
 
-    def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        return self._contents.block_hashes(digest, self._oldest())
+    def _block_hashes(self, digest: bytes) -> Words:
+        """One thread at a time. Of each page a header is read once."""
+        slabs, oldest = self._index.view().slabs, self._oldest()
+        self._seen = {number: seen for number, seen in self._seen.items() if number in slabs}
+        found = [np.empty(0, np.int64)]
+        identity = int(self._index.number_of(digest)[0])
+        for slab in slabs.values():
+            portions = range(0, slab.slots, _PORTION)
+            found += [self._blocks(slab, at, min(at + _PORTION, slab.slots), identity, oldest) for at in portions]
+        return np.concatenate(found)
+
+    def _blocks(self, slab: Slab, begin: int, end: int, identity: int, oldest: int) -> Words:
+        numbers = slab.first_row + np.arange(begin, end)
+        rows = self._index.memory.rows[numbers[0] : numbers[-1] + 1]
+        # What a slot holds before that it holds it: a page becomes one when all else is written.
+        hashes, states = rows[:, index_words.HASH].copy(), rows[:, index_words.STATE].copy()
+        pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
+        if not pages.any():
+            return np.empty(0, np.int64)
+        pages &= self._index.are_found(numbers, oldest)
+        seen = self._seen.get(slab.number)
+        if seen is None or len(seen[0]) != slab.slots:
+            # The table may call another one by its number.
+            seen = self._seen[slab.number] = np.full(slab.slots, _NEVER), np.zeros(slab.slots, np.int64)
+        new = np.flatnonzero(pages & (seen[0][begin:end] != hashes))
+        if len(new):
+            self._read_headers(slab, begin + new, hashes[new], *seen)
+        blocks: Words = seen[1][begin:end][pages & (seen[0][begin:end] == hashes)]
+        return blocks
+
+    def _read_headers(self, slab: Slab, slots: Words, hashes: Words, known: Words, blocks: Words) -> None:
+        """Of these slots, in order; ``hashes``: of the pages that the index has there."""
+        first, last = int(slots[0]), int(slots[-1])
+        try:
+            with self._directory.opened(slab, SlabFile.HEADERS) as fd:
+                headers = read_headers(fd, first, last - first + 1)
+        except FileNotFoundError:
+            # The slab was dropped meanwhile.
+            return
+        keys = np.ascontiguousarray(headers[slots - first][:, KEY])
+        right = hashes_of(keys) == hashes
+        known[slots[right]] = hashes[right]
+        blocks[slots[right]] = keys[right, _FIRST_OF_PAGE_HASH].byteswap()
 
     def _demote(self, hashes: Sequence[bytes]) -> int:
         return self._index.demote(hashes)
@@ -213,7 +197,7 @@ class SlabStore(PathStore):
         elsewhere = self._read_placed(batch, found, results)
         if elsewhere:
             again = self._index.locate([batch.keys[position] for position in elsewhere], self._oldest())
-            again = replace(again, positions=np.array(elsewhere)[again.positions], known=NO_SLOTS.known)
+            again = replace(again, positions=np.array(elsewhere)[again.positions], facts=0)
             self._read_placed(batch, again, results)
             found = SlotReferences.joined([found, again]).by_position()
         count = results.count(GetResult.HIT)
@@ -233,22 +217,19 @@ class SlabStore(PathStore):
     def _read_placed(self, batch: PageBatch, found: SlotReferences, results: list[GetResult]) -> list[int]:
         """Read and check; the positions whose slot turned out to hold something else."""
         doubtful: list[tuple[SlotReference, str]] = []
-        known = found.known.length
-        if known < 0 or not are_of_one_size(batch.sizes) or known != batch.sizes[0]:
+        one_length = found.facts & index_words.ONE_LENGTH and are_of_one_size(batch.sizes)
+        if not one_length or found.lengths.item(0) != batch.sizes[0]:
             wrong = found.lengths != sizes_at(batch.sizes, found.positions)
             if wrong.any():
                 # One of another length than asked for is not this page; it is not even read.
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
-        moving = self._io.to_move(batch, found, self._index.slab, readers, into_memory=True)
-        self._workers.run(moving.threads, moving.move, readers)
-        if moving.all_done:
-            _fill(results, found.positions, GetResult.HIT)
-        else:
-            _fill(results, moving.done().positions, GetResult.HIT)
-            _fill(results, self._count_failed(moving), GetResult.ERROR)
-            left = moving.left().pages()
+        moved = self._io.move(batch, found, self._index.slab, readers, into_memory=True)
+        _fill(results, moved.done.positions, GetResult.HIT)
+        if len(moved.done) < len(found):
+            _fill(results, self._count_failed(moved), GetResult.ERROR)
+            left = moved.left.pages()
             read = self._workers.run(len(left), lambda n: self._read_page(batch, left[n]), readers)
             for page, result in zip(left, read, strict=True):
                 if isinstance(result, GetResult):
@@ -349,15 +330,8 @@ class SlabStore(PathStore):
         except OSError as error:
             self._count_error(error)
         finally:
-            self._give_back(seized.rows, ticket)
+            self._allocator.change(partial(self._index.give_back, seized.rows, ticket))
         return len(seized.positions)
-
-    def _give_back(self, rows: Numbers, ticket: int) -> None:
-        """Have slots free again that were taken; later, where the index cannot be changed now."""
-        try:
-            self._index.give_back(rows, ticket)
-        except IndexBusyError:
-            self._left.append((rows, ticket))
 
     # -- presence --------------------------------------------------------------------------------------------------
 
@@ -382,7 +356,6 @@ class SlabStore(PathStore):
         if not missing:
             return results
         try:
-            self._give_back_left()
             if min(self._index.register(identities_of(batch.keys)).values()) < 0:
                 logger.error("tier %s: no room for more identities; clear some, or restart all servers", self.name)
                 self.metrics.add("rejected", "capacity", len(missing))
@@ -462,13 +435,12 @@ class SlabStore(PathStore):
             return goes_on
         published: list[int] | None = None
         try:
-            moving = self._io.to_move(batch, taken, self._index.slab, self._writers, into_memory=False)
-            self._workers.run(moving.threads, moving.move, self._writers)
-            written = taken if moving.all_done else self._finish_writing(batch, moving, results)
+            moved = self._io.move(batch, taken, self._index.slab, self._writers, into_memory=False)
+            written = taken if moved.done is taken else self._finish_writing(batch, moved, results)
             published = self._index.publish(ticket, batch.keys, taken, written, self._oldest(), milliseconds(), tenant)
         finally:
             if published is None:
-                self._give_back(taken.rows, ticket)
+                self._allocator.change(partial(self._index.give_back, taken.rows, ticket))
         if published.count(1) == len(published):
             _fill(results, written.positions, SetResult.STORED)
         else:
@@ -476,15 +448,14 @@ class SlabStore(PathStore):
                 results[position] = _PUBLISHED[outcome]
         return goes_on
 
-    def _finish_writing(self, batch: PageBatch, moving: Moving, results: list[SetResult]) -> SlotReferences:
+    def _finish_writing(self, batch: PageBatch, moved: Moved, results: list[SetResult]) -> SlotReferences:
         """What native code did not write; all pages that are written, by position."""
-        _fill(results, self._count_failed(moving), SetResult.ERROR)
-        left = moving.left()
-        pages = left.pages()
+        _fill(results, self._count_failed(moved), SetResult.ERROR)
+        left, pages = moved.left, moved.left.pages()
         written = self._workers.run(len(pages), lambda n: self._write_page(batch, pages[n]), self._writers)
         are_written = np.array(written, bool)
         _fill(results, left.positions[~are_written], SetResult.ERROR)
-        return SlotReferences.joined([moving.done(), left.select(are_written)]).by_position()
+        return SlotReferences.joined([moved.done, left.select(are_written)]).by_position()
 
     def _write_page(self, batch: PageBatch, page: SlotReference) -> bool:
         """Whether it was written."""
@@ -535,7 +506,7 @@ class SlabStore(PathStore):
                         with suppress(FileNotFoundError):  # the slab was dropped meanwhile
                             self._io.erase_header(slab, row - slab.first_row)
                 finally:
-                    self._give_back(rows, ticket)
+                    self._allocator.change(partial(self._index.give_back, rows, ticket))
         except IndexBusyError as error:
             raise ClearLaterError("another process holds the index") from error
         except OSError as error:
@@ -561,23 +532,11 @@ class SlabStore(PathStore):
         """Pages written before this (wall-clock milliseconds) are expired; 0 without a ttl."""
         return 0 if self._ttl is None else max(0, oldest_valid_ms(self._ttl))
 
-    def _give_back_left(self) -> None:
-        """Free the slots that could not be freed when they should. Raises IndexBusyError."""
-        while self._left:
-            with suppress(IndexError):
-                rows, ticket = self._left.popleft()
-                try:
-                    self._index.give_back(rows, ticket)
-                except IndexBusyError:
-                    self._left.append((rows, ticket))
-                    raise
-
-    def _count_failed(self, moving: Moving) -> Sequence[int]:
+    def _count_failed(self, moved: Moved) -> Sequence[int]:
         """The positions of the pages that the disk failed, once what it said is counted."""
-        failed = moving.failed()
-        for code in failed.values():
+        for code in moved.failed.values():
             self._count_error(OSError(code, os.strerror(code)))
-        return list(failed)
+        return list(moved.failed)
 
 
 def _fill(results: list[Any], positions: Sequence[int] | npt.NDArray[np.int64], result: Any) -> None:
