@@ -120,7 +120,7 @@ def test_a_tombstone_that_comes_before_its_pack_counts() -> None:
 def test_a_page_that_was_another_one_is_forgotten_alone_and_survives_sorting_in() -> None:
     index, pack = PackIndex(), pack_of([0, 1])
     index.add(pack)
-    index.forget_page(Place(pack, 0))
+    index.forget_pages(pack.id, 1)
     for at in range(5):
         index.add(pack_of([4, 5, 6], at))
     assert places(index)[:2] == [None, (pack.id, 1)]

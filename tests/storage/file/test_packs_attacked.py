@@ -188,9 +188,9 @@ def test_a_page_that_was_stored_while_its_bucket_was_listed_is_there(store, plac
         return names
 
     monkeypatch.setattr(os, "listdir", slow)
-    known = store._catalogue
+    known = store._catalogue.of(IDENTITY)
     place_of = known.find([KEYS[0]])[0]
-    look = threading.Thread(target=known.look_for, args=(IDENTITY, place_of.pack))
+    look = threading.Thread(target=known.look_for, args=(place_of.pack,))
     look.start()
     assert listed.wait(30)
     young = page_keys(3, "young")

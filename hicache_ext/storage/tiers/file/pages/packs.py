@@ -37,7 +37,7 @@ from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
-from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
+from hicache_ext.storage.tiers.file.pages.catalogue import IdentityPacks, PackCatalogue
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
@@ -116,10 +116,11 @@ class PageFiles(PathStore):
         """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
         for identity, positions in _by_identity(keys):
+            known = self._catalogue.of(identity)
             for attempt in range(_ATTEMPTS):
-                places = self._catalogue.find([keys[i] for i in positions], again=attempt == 0)
+                places = known.find([keys[i] for i in positions], again=attempt == 0)
                 packs = {place.pack.id: place.pack for place in places if place is not None}
-                statuses = {pack_id: self._status(identity, pack, oldest_valid_ms) for pack_id, pack in packs.items()}
+                statuses = {pack_id: self._status(known, pack, oldest_valid_ms) for pack_id, pack in packs.items()}
                 moved: list[int] = []
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
@@ -213,19 +214,20 @@ class PageFiles(PathStore):
 
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
         identity, pack = place
-        if self._catalogue.look_for(identity, pack):
-            path, dead = self._catalogue.path(identity, pack)
+        known = self._catalogue.of(identity)
+        if known.look_for(pack):
+            path, dead = known.path(pack)
             keys = keys_in(path, identity, pack)
             told = [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
             yield told, [pack.page_bytes - HEADER_LENGTH] * len(told)
 
-    def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
+    def _status(self, known: IdentityPacks, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
-        path, dead = self._catalogue.path(identity, pack)
+        path, dead = known.path(pack)
         try:
             status = os.lstat(path)
         except ABSENT:
-            self._catalogue.look_for(identity, pack)
+            known.look_for(pack)
             return None
         except OSError as error:
             self._count_error(error)
@@ -237,8 +239,8 @@ class PageFiles(PathStore):
         """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
         ``PackCatalogue.find``."""
         found: list[Run] = []
-        for _, positions in _by_identity(batch.keys):
-            in_packs = self._catalogue.find([batch.keys[i] for i in positions], again=again)
+        for identity, positions in _by_identity(batch.keys):
+            in_packs = self._catalogue.of(identity).find([batch.keys[i] for i in positions], again=again)
             places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
             of_identity = runs(places, PACK_BYTES)
             found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
@@ -276,8 +278,8 @@ class PageFiles(PathStore):
     def _read_file(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
         """None: the page is not there (any more): look again."""
         pack, count, first = run.pack, len(run.members), batch.keys[run.members[0]]
-        identity = first[:IDENTITY_LENGTH]
-        path, dead = self._catalogue.path(identity, pack)
+        known = self._catalogue.of(first[:IDENTITY_LENGTH])
+        path, dead = known.path(pack)
         if dead >> run.first & (1 << count) - 1:
             # Taken away since it was found, as another thread has learned.
             return [None] * count
@@ -285,7 +287,7 @@ class PageFiles(PathStore):
             # O_NONBLOCK: opening a pipe that has the name would wait for its writer for ever.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except ABSENT:
-            self._catalogue.look_for(identity, pack)
+            known.look_for(pack)
             return [GetResult.MISS if is_alone(pack) else None] * count
         except OSError as error:
             if error.errno in _UNREADABLE:
@@ -322,7 +324,7 @@ class PageFiles(PathStore):
             return [GetResult.CORRUPT]
         self.metrics.add("corrupt", reason, count)
         for number in range(count):
-            self._catalogue.forget_page(first[:IDENTITY_LENGTH], Place(run.pack, run.first + number))
+            self._catalogue.of(first[:IDENTITY_LENGTH]).index.forget_pages(run.pack.id, 1 << run.first + number)
         logger.warning("tier %s: %s cannot be read (%s)", self.name, path, reason)
         return [GetResult.CORRUPT] * count
 
@@ -361,7 +363,7 @@ class PageFiles(PathStore):
             return GetResult.HIT
         if not is_alone(pack) and _is_another_page(header, key):
             # Its short hash is the same.
-            self._catalogue.forget_page(key[:IDENTITY_LENGTH], place)
+            self._catalogue.of(key[:IDENTITY_LENGTH]).index.forget_pages(pack.id, place.mask)
             return None
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
@@ -446,9 +448,9 @@ class PageFiles(PathStore):
             pack = Pack.of_keys(new_id(int(time.time() * 1000)), page_bytes, keys)
             buffers.append(memoryview(encode_footer(keys, page_bytes)))
         length = PackFile(pack).length
-        added = 0
+        known, added = self._catalogue.of(identity), 0
         for attempt in range(1, _ATTEMPTS + 1):
-            bucket = pack.id[:2] if is_alone(pack) else self._catalogue.bucket_for_writing(identity)
+            bucket = pack.id[:2] if is_alone(pack) else known.bucket_for_writing()
             path = f"{self._directory.identity_path(identity)}/{bucket}/{file_name(pack, 0)}"
             try:
                 for made in self._directory.create_parent(path):
@@ -464,11 +466,11 @@ class PageFiles(PathStore):
                 if attempt == _ATTEMPTS or is_alone(pack) or error.errno not in (errno.EACCES, errno.EPERM):
                     return error, added
                 # Made by another account, perhaps.
-                self._catalogue.refuse(identity, bucket)
+                known.refused.add(bucket)
             else:
                 self._unreadable.difference_update((key, pack.id) for key in keys)
                 if not is_alone(pack):
-                    self._catalogue.add(identity, pack, bucket)
+                    known.add(PackFile(pack), bucket)
                 return SetResult.STORED, added + occupied(length)
         raise AssertionError("unreachable")
 
@@ -502,8 +504,9 @@ class PageFiles(PathStore):
         """Take a page away, out of every pack that it is in and alone; with ``page_seal`` only the copies that have
         this ``envelope.page_seal``. Whether there was one. Never raises OSError."""
         identity, removed = key[:IDENTITY_LENGTH], False
-        for place in [*self._catalogue.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
-            header, seen = header_at(self._catalogue.path(identity, place.pack)[0], place.offset)
+        known = self._catalogue.of(identity)
+        for place in [*known.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
+            header, seen = header_at(known.path(place.pack)[0], place.offset)
             if page_seal is None:
                 # The name of a page alone is to be free, whatever has it.
                 is_wanted, seen = header is None or not _is_another_page(header, key), None
@@ -520,10 +523,10 @@ class PageFiles(PathStore):
         readers look into packs first. Never raises OSError."""
         keys = list(sizes)
         for identity, positions in _by_identity(keys):
-            wanted = [keys[position] for position in positions]
-            for key, place in zip(wanted, self._catalogue.find(wanted, again=False), strict=True):
-                for each in self._catalogue.find_all(key) if place is not None else ():
-                    found = self._status(identity, each.pack, oldest_valid_ms)
+            wanted, known = [keys[position] for position in positions], self._catalogue.of(identity)
+            for key, place in zip(wanted, known.find(wanted, again=False), strict=True):
+                for each in known.find_all(key) if place is not None else ():
+                    found = self._status(known, each.pack, oldest_valid_ms)
                     # Another writer may just have stored it: that one stays.
                     if found is None or (found.page_bytes == sizes[key] and self._is_readable(key, each, found)):
                         continue
@@ -534,7 +537,7 @@ class PageFiles(PathStore):
                         self._take_away(identity, each)
                     except OSError as error:
                         self._count_error(error)
-                        self._catalogue.forget_page(identity, each)
+                        known.index.forget_pages(each.pack.id, each.mask)
 
     def _heal(self, key: bytes, place: Place, reason: str, seen: os.stat_result | None = None) -> bool:
         """Take a page away that is not the page its name says; False when it stays.
@@ -542,8 +545,9 @@ class PageFiles(PathStore):
         ``seen``: the status of the file of a page alone; one that has replaced it since is left alone.
         """
         identity, pack = key[:IDENTITY_LENGTH], place.pack
+        known = self._catalogue.of(identity)
         self.metrics.add("corrupt", reason)
-        what = f"page {place.position} of {self._catalogue.path(identity, pack)[0]}"
+        what = f"page {place.position} of {known.path(pack)[0]}"
         is_gone = True
         try:
             self._take_away(identity, place, seen)
@@ -555,7 +559,7 @@ class PageFiles(PathStore):
                 is_gone = False
             else:
                 # Absent to this process: the page is written into another one.
-                self._catalogue.forget_page(identity, place)
+                known.index.forget_pages(pack.id, place.mask)
         else:
             self._unreadable.discard((key, pack.id))
             self._bad_log.log(
@@ -567,24 +571,25 @@ class PageFiles(PathStore):
 
     def _take_away(self, identity: bytes, place: Place, seen: os.stat_result | None = None) -> bool:
         """Whether the page was there until now. ``seen``: as for ``_heal``. Raises OSError."""
-        pack = place.pack
+        known, pack = self._catalogue.of(identity), place.pack
         for _ in range(_ATTEMPTS):
-            path, dead = self._catalogue.path(identity, pack)
+            path, dead = known.path(pack)
             if dead & place.mask:
                 return False
             left = dead | place.mask
             try:
                 if left == pack.all_dead:
                     self._unlink(PackFile(pack), path, seen if is_alone(pack) else None)
-                    self._catalogue.forget(identity, pack)
+                    known.forget(pack.id)
                 else:
                     # A count that lists the bucket now may miss the pack, or meet it twice.
+                    directory = os.path.dirname(path)
                     with self._usage.detaching():
-                        os.rename(path, f"{path.rpartition('/')[0]}/{file_name(pack, left)}")
-                    self._catalogue.kill(identity, pack, left)
+                        os.rename(path, f"{directory}/{file_name(pack, left)}")
+                    known.add(PackFile(pack, left), os.path.basename(directory))
             except ABSENT:
                 # Others renamed or removed it.
-                if not self._catalogue.look_for(identity, pack):
+                if not known.look_for(pack):
                     return False
             else:
                 return True
@@ -607,7 +612,7 @@ class PageFiles(PathStore):
         except OSError as error:
             self._count_error(error)
             return False
-        self._catalogue.forget(identity, found.pack)
+        self._catalogue.of(identity).forget(found.pack.id)
         self.metrics.add("evicted", "ttl", len(found.living))
         return True
 
