@@ -25,9 +25,8 @@ import numpy as np
 from hicache_ext import native
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
-from hicache_ext.page import pack as pack_format
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, encode_footer, milliseconds_of, new_id, short_hash
+from hicache_ext.page.pack import PACK_BYTES, Pack, encode_footer, milliseconds_of, new_id, portions, short_hash
 from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.background import BackgroundLoop
@@ -69,7 +68,7 @@ _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIM
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
-"""A pack takes at most this part of the capacity: packs are evicted whole."""
+"""A pack takes about this part of the capacity at most: packs are evicted whole."""
 _MOST_UNREADABLE = 65536
 _LEADING_AT_ONCE = 1024
 _NATIVE_FROM = 32
@@ -235,7 +234,7 @@ class PageFiles(PathStore):
         is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), oldest_valid_ms)
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
-    def _runs(self, batch: PageBatch, *, again: bool = True) -> list[Run]:
+    def _runs(self, batch: PageBatch, *, again: bool) -> list[Run]:
         """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
         ``PackCatalogue.find``."""
         found: list[Run] = []
@@ -248,35 +247,26 @@ class PageFiles(PathStore):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _read(self, batch: PageBatch) -> list[GetResult]:
+    def _read(self, batch: PageBatch, attempts: int = _ATTEMPTS) -> list[GetResult]:
+        """``attempts``: how often to look again for pages that are not where they were expected."""
         oldest = oldest_valid_ms(self._ttl)
-        runs = self._runs(batch)
+        runs = self._runs(batch, again=attempts == _ATTEMPTS)
         results = [GetResult.MISS] * len(batch)
-        read = self._workers.run(len(runs), lambda number: self._read_run(runs[number], batch, oldest))
+        read = self._workers.run(len(runs), lambda number: self._read_file(runs[number], batch, oldest))
+        moved: list[int] = []
         for run, found in zip(runs, read, strict=True):
             for position, result in zip(run.members, found, strict=True):
+                if result is None:
+                    moved.append(position)
+                else:
+                    results[position] = result
+        if moved and attempts:
+            for position, result in zip(moved, self._read(batch.select(moved), attempts - 1), strict=True):
                 results[position] = result
         return results
 
-    def _read_run(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult]:
-        """Read the pages of a run into their memory."""
-        return [
-            self._look_again(batch, position, oldest_valid_ms) if result is None else result
-            for position, result in zip(run.members, self._read_file(run, batch, oldest_valid_ms), strict=True)
-        ]
-
-    def _look_again(self, batch: PageBatch, position: int, oldest_valid_ms: int) -> GetResult:
-        """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
-        one = batch.select([position])
-        for _ in range(_ATTEMPTS):
-            (run,) = self._runs(one, again=False)
-            (result,) = self._read_file(run, one, oldest_valid_ms)
-            if result is not None:
-                return result
-        return GetResult.MISS
-
     def _read_file(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
-        """None: the page is not there (any more): look again."""
+        """Read the pages of a run into their memory. None for one that is not there (any more): look again."""
         pack, count, first = run.pack, len(run.members), batch.keys[run.members[0]]
         known = self._catalogue.of(first[:IDENTITY_LENGTH])
         path, dead = known.path(pack)
@@ -417,18 +407,12 @@ class PageFiles(PathStore):
 
     def _files_of(self, batch: PageBatch, positions: Sequence[int]) -> list[list[int]]:
         """Which pages share a file."""
-        alike: dict[tuple[bytes, int], list[int]] = {}
-        for position in positions:
-            alike.setdefault((batch.keys[position][:IDENTITY_LENGTH], batch.sizes[position]), []).append(position)
+        most_bytes = PACK_BYTES if self._capacity is None else min(PACK_BYTES, self._capacity // _SHARE)
         found: list[list[int]] = []
-        for (_, payload), pages in alike.items():
-            page_bytes = HEADER_LENGTH + payload
-            most = self._most_pages
-            if self._capacity is not None:
-                most = min(most, max(1, self._capacity // _SHARE // page_bytes))
-            if payload == 0 or page_bytes >= SMALL:
-                most = 1
-            found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
+        for _, members in _by_identity([batch.keys[position] for position in positions]):
+            mine = [positions[member] for member in members]
+            page_bytes = [HEADER_LENGTH + batch.sizes[position] for position in mine]
+            found += [[mine[n] for n in part] for part in portions(page_bytes, self._most_pages, most_bytes)]
         return found
 
     def _write_file(self, batch: PageBatch, positions: Sequence[int]) -> tuple[SetResult | OSError, int]:
