@@ -8,9 +8,9 @@ every half a minute; a pack that is not where it was makes its bucket be read ag
 
 About 60 bytes of memory a page, of identities that were asked for.
 
-``read_contents`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each
-hash, and the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages
-come and go by a change of it, whoever did it.
+``blocks`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each hash, and
+the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages come and go
+by a change of it, whoever did it.
 """
 
 from __future__ import annotations
@@ -69,15 +69,33 @@ class _Listed:
     names: set[str] = field(default_factory=set)
 
 
-class IdentityPacks:
-    """The packs of one identity. Thread-safe. Never raises OSError: it knows less then."""
+Words = npt.NDArray[np.int64]
+_BLOCK_BYTES = 8
 
-    def __init__(self, path: str, loop: BackgroundLoop, note_error: Callable[[OSError], None]) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A directory as it was read last."""
+
+    changed: int
+    """Its time of change then, in nanoseconds; -1 where that was too young: what changed after it may not show."""
+    blocks: Words
+    packs: dict[str, bytes]
+    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
+
+
+class IdentityPacks:
+    """The packs of one identity. Thread-safe. Never raises OSError, but for ``blocks``: it knows less then."""
+
+    def __init__(
+        self, tree: PageTree, identity: bytes, loop: BackgroundLoop, note_error: Callable[[OSError], None]
+    ) -> None:
         """``loop`` is woken where more is to be read than a call may wait for."""
         self.index = PackIndex()
         self.refused: set[str] = set()
         """Buckets that this process may not write to."""
-        self._path = path
+        self._identity = identity
+        self._path = tree.identity_path(identity)
         self._loop = loop
         self._note_error = note_error
         self._lock = threading.Lock()
@@ -89,6 +107,8 @@ class IdentityPacks:
         """By the id of a pack: its bucket, and which of its pages are dead."""
         self._news = object()
         """Another one since a bucket was listed, or had a pack of this process added."""
+        self._read: dict[str, _Read] = {}
+        """What ``blocks`` has read, by the path of a directory."""
 
     def find(self, keys: Sequence[bytes], *, again: bool = True) -> list[Place | None]:
         """Where each page is, as far as names tell. ``again``: where one is missing, look what others have changed."""
@@ -155,6 +175,15 @@ class IdentityPacks:
             self._files[found.pack.id] = bucket, dead
         self.index.add(found.pack)
         self.index.forget_pages(found.pack.id, dead)
+
+    def blocks(self) -> Words:
+        """The blocks of the pages that are there, in packs and alone, as ``PageLister`` tells them: 8 bytes of memory a
+        page, 16 of one in a pack. What was read before is not read again. For one thread at a time. Raises OSError."""
+        self._read = {
+            place.path: _read_again(place.path, self._identity, self._read.get(place.path))
+            for place in directories(self._path, FILES_NAME)
+        }
+        return np.concatenate([np.empty(0, np.int64), *[read.blocks for read in self._read.values()]])
 
     # -- reading names ---------------------------------------------------------------------------------------------
 
@@ -236,7 +265,7 @@ class PackCatalogue:
         if known is not None:
             return known
         with self._state:
-            known = IdentityPacks(self._tree.identity_path(identity), self._loop, self._note_error)
+            known = IdentityPacks(self._tree, identity, self._loop, self._note_error)
             known = self._known.setdefault(identity, known)
         self._loop.wake(_INTERVAL)
         return known
@@ -259,48 +288,13 @@ class PackCatalogue:
 
 # -- which pages there are ---------------------------------------------------------------------------------------------
 
-Words = npt.NDArray[np.int64]
-_BLOCK_BYTES = 8
 
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A directory as it was read last."""
-
-    changed: int
-    """Its time of change then, in nanoseconds."""
-    settled: bool
-    """That time was old enough: what changes after it shows."""
-    blocks: Words
-    packs: dict[str, bytes]
-    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
-
-
-Contents = dict[str, _Read]
-"""Of one identity, by the path of a directory: 8 bytes a page, 16 of one in a pack."""
-
-
-def read_contents(tree: PageTree, digest: bytes, before: Contents) -> Contents:
-    """Return what the directories of an identity hold; what was read ``before`` is not read again. Raises OSError."""
-    now: Contents = {}
-    for place in directories(tree.identity_path(digest), FILES_NAME):
-        if (read := _read_again(place.path, digest, before.get(place.path))) is not None:
-            now[place.path] = read
-    return now
-
-
-def blocks_in(contents: Contents) -> Words:
-    """Return the blocks of these pages, as ``PageLister`` does."""
-    return np.concatenate([np.empty(0, np.int64), *[read.blocks for read in contents.values()]])
-
-
-def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | None:
+def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read:
     changed = _changed(path)
-    if not changed:
-        return None
-    if before is not None and before.settled and before.changed == changed:
+    if before is not None and before.changed == changed:
         return before
-    settled = time.time() - changed / 1e9 > _COARSE
+    if not changed or time.time() - changed / 1e9 <= _COARSE:
+        changed = -1
     known = {} if before is None else before.packs
     packs: dict[str, bytes] = {}
     living: list[bytes] = []
@@ -311,14 +305,14 @@ def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | Non
                 keys = keys_in(entry.path, identity, found.pack)
             except OSError:
                 # Gone, or renamed meanwhile: the next look finds out.
-                settled = False
+                changed = -1
                 continue
             # A page of which the key is not known cannot be read either: it is told as none that anybody asks for.
             blocks = b"".join([(key or bytes(KEY_LENGTH))[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys])
         if not is_alone(found.pack):
             packs[found.pack.id] = blocks
         living += [blocks[position * _BLOCK_BYTES :][:_BLOCK_BYTES] for position in found.living]
-    return _Read(changed, settled, np.frombuffer(b"".join(living), ">i8").astype(np.int64), packs)
+    return _Read(changed, np.frombuffer(b"".join(living), ">i8").astype(np.int64), packs)
 
 
 # -- times of change ---------------------------------------------------------------------------------------------------

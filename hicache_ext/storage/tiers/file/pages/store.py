@@ -38,7 +38,6 @@ from hicache_ext.storage.contract.base import error_reason
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageBatch, SetResult
-from hicache_ext.storage.tiers.file.pages.catalogue import Contents, blocks_in, read_contents
 from hicache_ext.storage.tiers.file.pages.packs import PageFiles
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
@@ -112,7 +111,8 @@ class PageFileStore(PageFiles):
 
     @no_space_since.setter
     def no_space_since(self, since: int) -> None:
-        self._usage.note_no_space(since)
+        with self._usage.locked() as record:
+            record.no_space_since = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         if tenants.in_force() is not None:
@@ -124,7 +124,6 @@ class PageFileStore(PageFiles):
         self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evicted_age = evicted_age
         self._undeletable: set[str] = set()
-        self._contents: dict[bytes, Contents] = {}
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
         self._full_at = 0
@@ -137,8 +136,7 @@ class PageFileStore(PageFiles):
         self._catalogue.prepare(digest)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        self._contents[digest] = read_contents(self._directory, digest, self._contents.get(digest, {}))
-        return blocks_in(self._contents[digest])
+        return self._catalogue.of(digest).blocks()
 
     def resize(self, capacity: int | None) -> None:
         """Pages beyond the capacity are evicted by the next write."""
@@ -356,14 +354,22 @@ class PageFileStore(PageFiles):
             for used, path, size, found in self._oldest():
                 if freed >= need and files >= least_files and (freed >= share or time.monotonic() > quick_until):
                     break
-                if self._evicted(path):
-                    freed += size
-                    files += 1
-                    if not is_alone(found.pack):
-                        buckets.add(os.path.dirname(path))
-                    if used:  # A page that was demoted (packs.py) was used nobody knows when.
-                        self._evicted_age.note(max(0.0, time.time() - used))
-                    self.metrics.add("evicted", "capacity", len(found.living))
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    # One file that cannot be removed must not stop eviction for ever.
+                    self._undeletable.add(path)
+                    self.metrics.add("error", error_reason(error))
+                    continue
+                freed += size
+                files += 1
+                if not is_alone(found.pack):
+                    buckets.add(os.path.dirname(path))
+                if used:  # A page that was demoted (packs.py) was used nobody knows when.
+                    self._evicted_age.note(max(0.0, time.time() - used))
+                self.metrics.add("evicted", "capacity", len(found.living))
             freed += self._directory.remove_if_empty(buckets)
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
@@ -410,18 +416,6 @@ class PageFileStore(PageFiles):
                 break
         return sample
 
-    def _evicted(self, path: str) -> bool:
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            # One file that cannot be removed must not stop eviction for ever.
-            self._undeletable.add(path)
-            self.metrics.add("error", error_reason(error))
-            return False
-        return True
-
     # -- upkeep --------------------------------------------------------------------------------------------------------
 
     def _begin_upkeep(self) -> None:
@@ -450,7 +444,10 @@ class PageFileStore(PageFiles):
             if (is_due or not self._first_upkeep.is_set() or self._usage.in_doubt()) and self._turn.try_acquire():
                 try:
                     if is_due:
-                        self._sweep()
+                        self._sweep_at = time.monotonic() + self._sweep_interval
+                        if removed := self._remove_expired(self._upkeep, oldest_valid_ms(self._ttl)):
+                            path = self._directory.path
+                            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, path)
                     self._put_right()
                 finally:
                     self._turn.release()
@@ -459,11 +456,6 @@ class PageFileStore(PageFiles):
         finally:
             self._first_upkeep.set()
         return min(_UPKEEP_INTERVAL, self._sweep_interval)
-
-    def _sweep(self) -> None:
-        self._sweep_at = time.monotonic() + self._sweep_interval
-        if removed := self._remove_expired(self._upkeep, oldest_valid_ms(self._ttl)):
-            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._directory.path)
 
     def _put_right(self) -> None:
         self._directory.remove_left_overs()
