@@ -84,7 +84,7 @@ class _Model(RuleBasedStateMachine):
             one for pack_id in self.tombstones for one in self.index.tombstones_of(pack_id)
         }
         orphans = {one for pack_id, some in self.tombstones.items() if pack_id not in self.known for one in some}
-        assert set(self.index.without_packs()) == orphans
+        assert {one for some in self.index.without_packs() for one in some} == orphans
 
 
 TestIndexBesideAModel = _Model.TestCase

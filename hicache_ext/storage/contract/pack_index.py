@@ -141,11 +141,10 @@ class PackIndex:
         with self._lock:
             return list(self._tombstones.get(pack_id, ()))
 
-    def without_packs(self) -> list[Tombstone]:
-        """Tombstones of packs that are not known: right after a whole listing, those of packs that are gone."""
+    def without_packs(self) -> list[list[Tombstone]]:
+        """The tombstones of each pack that is not known: right after a whole listing, of each that is gone."""
         with self._lock:
-            known = self._tombstones.items()
-            return [one for pack_id, some in known if pack_id not in self._numbers for one in some]
+            return [list(some) for pack_id, some in self._tombstones.items() if pack_id not in self._numbers]
 
     def forget(self, pack_id: str) -> None:
         """The pack is gone. Its tombstones go with it."""
@@ -164,16 +163,6 @@ class PackIndex:
         self._stale += pack.count
         if self._stale > max(_FEWEST_MERGED, self._page_count):
             self._merge()
-
-    def forget_tombstone(self, tombstone: Tombstone) -> None:
-        """It was removed; what it took away stays away."""
-        with self._lock:
-            known = self._tombstones.get(tombstone.pack)
-            if known and tombstone in known:
-                known.remove(tombstone)
-                self._tombstone_count -= 1
-                if not known:
-                    del self._tombstones[tombstone.pack]
 
     def forget_pages(self, pack_id: str, mask: int) -> None:
         """They are not found any more: gone, other pages than their names say, or gone for this process alone."""

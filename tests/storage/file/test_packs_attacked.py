@@ -212,7 +212,7 @@ def test_a_pack_that_others_renamed_before_its_age_was_renewed_is_no_trouble_of_
     monkeypatch.setattr(store, "_trouble", errors.append)
     old = time.time() - 3600
     os.utime(pack, (old, old))
-    found = store._find(KEYS[1:2], 0)[0]
+    found = store._find(KEYS[1:2])[0]
     open_store().remove(KEYS[:1])
     store._touch(found.path, found.status)
     assert errors == []

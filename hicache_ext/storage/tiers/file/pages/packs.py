@@ -37,7 +37,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, 
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import IdentityPacks, PackCatalogue
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, remove_directory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
     PackFile,
@@ -54,7 +54,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     page_files,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.path_store import PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import PathStore
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class PageFiles(PathStore):
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
-    def _find(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[FoundPack | None]:
+    def _find(self, keys: Sequence[bytes]) -> list[FoundPack | None]:
         """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
         for identity, positions in _by_identity(keys):
@@ -119,7 +119,7 @@ class PageFiles(PathStore):
             for attempt in range(_ATTEMPTS):
                 places = known.find([keys[i] for i in positions], again=attempt == 0)
                 packs = {place.pack.id: place.pack for place in places if place is not None}
-                statuses = {pack_id: self._status(known, pack, oldest_valid_ms) for pack_id, pack in packs.items()}
+                statuses = {pack_id: self._status(known, pack) for pack_id, pack in packs.items()}
                 moved: list[int] = []
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
@@ -141,14 +141,13 @@ class PageFiles(PathStore):
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         """As far as names and times tell: when a page alone was written only the page itself tells, so that one that is
         too old and was used lately counts until it is swept."""
-        oldest = oldest_valid_ms(self._ttl)
-        present = [known is not None for known in self._find(keys, oldest)]
+        present = [known is not None for known in self._find(keys)]
         rest = [position for position, known in enumerate(present) if not known]
         wanted = [keys[position] for position in rest]
         # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
         core = native.core() if len(rest) >= _NATIVE_FROM else None
         look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
-        for position, known in zip(rest, look_up(wanted, oldest), strict=True):
+        for position, known in zip(rest, look_up(wanted), strict=True):
             present[position] = known and not (self._unreadable and self._failed_alone(keys[position]))
         return present
 
@@ -158,8 +157,8 @@ class PageFiles(PathStore):
     def _lead(self, keys: Sequence[bytes]) -> int:
         return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
 
-    def _looked_up_alone(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
-        present, failed = [False] * len(keys), None
+    def _looked_up_alone(self, keys: Sequence[bytes]) -> list[bool]:
+        present, failed, oldest = [False] * len(keys), None, self._oldest()
         for number, key in enumerate(keys):
             try:
                 status = os.lstat(self._directory.page_path(key))
@@ -170,14 +169,14 @@ class PageFiles(PathStore):
                 continue
             # The mtime is that of the last use: never before the page was written.
             is_page = stat.S_ISREG(status.st_mode) and status.st_size >= HEADER_LENGTH
-            present[number] = is_page and status.st_mtime * 1000 >= oldest_valid_ms
+            present[number] = is_page and status.st_mtime * 1000 >= oldest
         if failed is not None:
             self._count_error(failed)
         return present
 
-    def _found_alone(self, core: native.Core, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
+    def _found_alone(self, core: native.Core, keys: Sequence[bytes]) -> list[bool]:
         """``_looked_up_alone`` in C. Raises OSError where an identity's directory cannot be looked into."""
-        present = np.zeros(len(keys), np.bool_)
+        present, oldest = np.zeros(len(keys), np.bool_), self._oldest()
         for identity, positions in _by_identity(keys):
             try:
                 home = self._directory.identity_path(identity)
@@ -186,14 +185,14 @@ class PageFiles(PathStore):
                 continue
             words, found = key_words([keys[position] for position in positions]), np.zeros(len(positions), np.bool_)
             try:
-                of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest_valid_ms // 1000)
+                of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest // 1000)
                 core(FindPageFiles(*of_core, native.address(found)))
             finally:
                 os.close(directory)
             present[positions] = found
         return list(map(bool, present))
 
-    def _find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> SetResult | None:
+    def _find_alone(self, key: bytes, size: int) -> SetResult | None:
         """Of a page that is to be written alone: EXISTS, and it counts as used; REJECTED where something else has its
         name and cannot be removed; None where the name is free now."""
         place, path = Place(alone(key[IDENTITY_LENGTH:], size), 0), self._directory.page_path(key)
@@ -201,7 +200,7 @@ class PageFiles(PathStore):
             status = os.lstat(path)
         except OSError:
             return None
-        if is_old(path, PackFile(place.pack), status, oldest_valid_ms):
+        if is_old(path, PackFile(place.pack), status, self._oldest()):
             # Another writer may have replaced it: then the page that is to be written exists.
             is_free = self._remove_expired_file(key[:IDENTITY_LENGTH], PackFile(place.pack), path, status)
         elif not (is_unreadable := self._failed_alone(key)) and status.st_size == size and stat.S_ISREG(status.st_mode):
@@ -220,7 +219,7 @@ class PageFiles(PathStore):
             told = [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
             yield told, [pack.page_bytes - HEADER_LENGTH] * len(told)
 
-    def _status(self, known: IdentityPacks, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
+    def _status(self, known: IdentityPacks, pack: Pack) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
         path, dead = known.path(pack)
         try:
@@ -231,7 +230,7 @@ class PageFiles(PathStore):
         except OSError as error:
             self._count_error(error)
             return None
-        is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), oldest_valid_ms)
+        is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), self._oldest())
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
     def _runs(self, batch: PageBatch, *, again: bool) -> list[Run]:
@@ -249,10 +248,9 @@ class PageFiles(PathStore):
 
     def _read(self, batch: PageBatch, attempts: int = _ATTEMPTS) -> list[GetResult]:
         """``attempts``: how often to look again for pages that are not where they were expected."""
-        oldest = oldest_valid_ms(self._ttl)
         runs = self._runs(batch, again=attempts == _ATTEMPTS)
         results = [GetResult.MISS] * len(batch)
-        read = self._workers.run(len(runs), lambda number: self._read_file(runs[number], batch, oldest))
+        read = self._workers.run(len(runs), lambda number: self._read_file(runs[number], batch))
         moved: list[int] = []
         for run, found in zip(runs, read, strict=True):
             for position, result in zip(run.members, found, strict=True):
@@ -265,7 +263,7 @@ class PageFiles(PathStore):
                 results[position] = result
         return results
 
-    def _read_file(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+    def _read_file(self, run: Run, batch: PageBatch) -> list[GetResult | None]:
         """Read the pages of a run into their memory. None for one that is not there (any more): look again."""
         pack, count, first = run.pack, len(run.members), batch.keys[run.members[0]]
         known = self._catalogue.of(first[:IDENTITY_LENGTH])
@@ -292,9 +290,9 @@ class PageFiles(PathStore):
                     reason = "truncated" if status.st_size < pack.page_bytes else "longer"
                     self._heal(first, Place(pack, 0), reason, status)
                     return [GetResult.CORRUPT]
-            elif is_expired(milliseconds_of(pack.id), oldest_valid_ms):
+            elif is_expired(milliseconds_of(pack.id), self._oldest()):
                 return [GetResult.MISS] * count
-            results = self._read_pages(fd, run, batch, oldest_valid_ms)
+            results = self._read_pages(fd, run, batch)
             if GetResult.HIT in results:
                 self._touch(fd, status)
             return results
@@ -318,11 +316,11 @@ class PageFiles(PathStore):
         logger.warning("tier %s: %s cannot be read (%s)", self.name, path, reason)
         return [GetResult.CORRUPT] * count
 
-    def _read_pages(self, fd: int, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+    def _read_pages(self, fd: int, run: Run, batch: PageBatch) -> list[GetResult | None]:
         page_bytes = run.pack.page_bytes
         one_by_one = [Run(run.pack, run.first + number, [member]) for number, member in enumerate(run.members)]
         if len(run.members) > 1 and any(HEADER_LENGTH + batch.sizes[i] != page_bytes for i in run.members):
-            return [self._read_pages(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
+            return [self._read_pages(fd, page, batch)[0] for page in one_by_one]
         headers = [bytearray(HEADER_LENGTH) for _ in run.members]
         buffers: list[memoryview] = []
         for header, member in zip(headers, run.members, strict=True):
@@ -332,22 +330,20 @@ class PageFiles(PathStore):
         except OSError as error:
             if len(run.members) > 1:
                 # One bad block is the misfortune of one page.
-                return [self._read_pages(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
+                return [self._read_pages(fd, page, batch)[0] for page in one_by_one]
             return self._failed_read(run, batch, f"pack {run.pack.id}", error)
         return [
-            self._checked(fd, page, batch, header, filled - number * page_bytes, oldest_valid_ms)
+            self._checked(fd, page, batch, header, filled - number * page_bytes)
             for number, (page, header) in enumerate(zip(one_by_one, headers, strict=True))
         ]
 
-    def _checked(
-        self, fd: int, page: Run, batch: PageBatch, header: bytearray, filled: int, oldest_valid_ms: int
-    ) -> GetResult | None:
+    def _checked(self, fd: int, page: Run, batch: PageBatch, header: bytearray, filled: int) -> GetResult | None:
         """The result of one page whose header and segments were read; ``filled``: bytes of it."""
         pack, (member,), place = page.pack, page.members, Place(page.pack, page.first)
         key, segments = batch.keys[member], batch.buffers[member]
         reason = _reason(header, key, segments, filled, pack.page_bytes)
         if reason is None:
-            if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
+            if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, self._oldest()):
                 return GetResult.MISS
             self._unreadable.discard((key, pack.id))
             return GetResult.HIT
@@ -394,7 +390,7 @@ class PageFiles(PathStore):
         named, demoted = set(map(short_hash_of, hashes)), 0
         for identity in self._directory.known_identities():
             keys = [identity + page_hash for page_hash in hashes]
-            packs = {found.path for found in self._find(keys, 0) if found is not None}
+            packs = {found.path for found in self._find(keys) if found is not None}
             for path in [*packs, *map(self._directory.page_path, keys)]:
                 found = PackFile.parse(os.path.basename(path))
                 if found is not None and named.issuperset(hashes_in(found)):
@@ -454,7 +450,8 @@ class PageFiles(PathStore):
             else:
                 self._unreadable.difference_update((key, pack.id) for key in keys)
                 if not is_alone(pack):
-                    known.add(PackFile(pack), bucket)
+                    # Not ``known``: the identity may have been cleared meanwhile.
+                    self._catalogue.of(identity).add(PackFile(pack), bucket)
                 return SetResult.STORED, added + occupied(length)
         raise AssertionError("unreachable")
 
@@ -502,7 +499,7 @@ class PageFiles(PathStore):
                 self._count_error(error)
         return removed
 
-    def _make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
+    def _make_way(self, sizes: Mapping[bytes, int]) -> None:
         """Take pages that are about to be written, key and bytes, out of the packs that they cannot be read from:
         readers look into packs first. Never raises OSError."""
         keys = list(sizes)
@@ -510,11 +507,11 @@ class PageFiles(PathStore):
             wanted, known = [keys[position] for position in positions], self._catalogue.of(identity)
             for key, place in zip(wanted, known.find(wanted, again=False), strict=True):
                 for each in known.find_all(key) if place is not None else ():
-                    found = self._status(known, each.pack, oldest_valid_ms)
+                    found = self._status(known, each.pack)
                     # Another writer may just have stored it: that one stays.
                     if found is None or (found.page_bytes == sizes[key] and self._is_readable(key, each, found)):
                         continue
-                    if is_expired(milliseconds_of(each.pack.id), oldest_valid_ms):
+                    if is_expired(milliseconds_of(each.pack.id), self._oldest()):
                         self._remove_expired_file(identity, PackFile(each.pack, found.dead), found.path, found.status)
                         continue
                     try:
@@ -600,7 +597,7 @@ class PageFiles(PathStore):
         self.metrics.add("evicted", "ttl", len(found.living))
         return True
 
-    def _remove_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
+    def _remove_expired(self, loop: BackgroundLoop) -> int:
         """Delete the files written before, until ``loop`` is stopped; how many pages that were."""
         removed = 0
         for place in self._directory.file_directories():
@@ -611,11 +608,11 @@ class PageFiles(PathStore):
                     return removed
                 with suppress(OSError):
                     status = os.lstat(entry.path)
-                    if is_old(entry.path, found, status, oldest_valid_ms):
+                    if is_old(entry.path, found, status, self._oldest()):
                         removed += len(found.living) * self._remove_expired_file(identity, found, entry.path, status)
             if removed > before and BUCKET_NAME.fullmatch(name):
                 with self._usage.removing() as removal:
-                    removal.freed = self._directory.remove_if_empty([place])
+                    removal.freed = remove_directory(place)
         return removed
 
     def _remember_unreadable(self, key: bytes, pack: Pack) -> None:

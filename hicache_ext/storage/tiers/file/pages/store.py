@@ -38,6 +38,7 @@ from hicache_ext.storage.contract.base import error_reason
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageBatch, SetResult
+from hicache_ext.storage.tiers.file.pages.directory import remove_directory
 from hicache_ext.storage.tiers.file.pages.packs import PageFiles
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
@@ -50,7 +51,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     page_files,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal
 
@@ -169,10 +170,10 @@ class PageFileStore(PageFiles):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write_absent(self, batch: PageBatch) -> list[SetResult]:
-        sizes, oldest = [HEADER_LENGTH + size for size in batch.sizes], oldest_valid_ms(self._ttl)
+        sizes = [HEADER_LENGTH + size for size in batch.sizes]
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}
-        in_packs = self._find(batch.keys, oldest)
+        in_packs = self._find(batch.keys)
         for pack in {found.path: found for found in in_packs if found is not None}.values():
             self._touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
@@ -180,7 +181,7 @@ class PageFileStore(PageFiles):
             if found is not None and found.page_bytes == size:
                 results[position] = SetResult.EXISTS
                 continue
-            match self._find_alone(key, size, oldest):
+            match self._find_alone(key, size):
                 case None:
                     # A page that the batch has twice is written once.
                     missing.setdefault(key, position)
@@ -191,7 +192,7 @@ class PageFileStore(PageFiles):
         if time.monotonic() < self._no_writes_until:
             self.metrics.add("rejected", "no_space", len(missing))
             return results
-        self._make_way({key: sizes[position] for key, position in missing.items()}, oldest)
+        self._make_way({key: sizes[position] for key, position in missing.items()})
         self._set_missing(batch, sizes, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):
@@ -351,7 +352,7 @@ class PageFileStore(PageFiles):
         quick_until = time.monotonic() + _QUICK
         buckets: set[str] = set()
         try:
-            for used, path, size, found in self._oldest():
+            for used, path, size, found in self._candidates():
                 if freed >= need and files >= least_files and (freed >= share or time.monotonic() > quick_until):
                     break
                 try:
@@ -370,7 +371,7 @@ class PageFileStore(PageFiles):
                 if used:  # A page that was demoted (packs.py) was used nobody knows when.
                     self._evicted_age.note(max(0.0, time.time() - used))
                 self.metrics.add("evicted", "capacity", len(found.living))
-            freed += self._directory.remove_if_empty(buckets)
+            freed += sum(map(remove_directory, buckets))
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
                 freed += self._directory.remove_empty_directories()
@@ -381,7 +382,7 @@ class PageFileStore(PageFiles):
         self.metrics.add("bytes", "evicted", freed)
         return freed
 
-    def _oldest(self) -> Iterator[_Candidate]:
+    def _candidates(self) -> Iterator[_Candidate]:
         """The files to remove, in this order, until there are none."""
         spared = set(map(short_hash_of, self.pins.spared()))
         for _ in range(_PASSES):
@@ -445,7 +446,7 @@ class PageFileStore(PageFiles):
                 try:
                     if is_due:
                         self._sweep_at = time.monotonic() + self._sweep_interval
-                        if removed := self._remove_expired(self._upkeep, oldest_valid_ms(self._ttl)):
+                        if removed := self._remove_expired(self._upkeep):
                             path = self._directory.path
                             logger.info("tier %s: %d expired pages of %s removed", self.name, removed, path)
                     self._put_right()
