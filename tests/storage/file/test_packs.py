@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -151,6 +153,29 @@ def test_a_store_that_could_read_only_a_part_finds_the_rest_in_the_background(op
     while not all(again.contains(everything)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_look_up_does_not_wait_until_all_was_read_in_the_background(open_store, place, monkeypatch):
+    monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 1)
+    first = open_store()
+    rounds = [page_keys(2, f"round {number}") for number in range(60)]
+    for keys in rounds:
+        store_pages(first, keys)
+    assert len(list(place.glob("pages/*/*"))) == 60
+    again, listdir, listed = open_store(), os.listdir, threading.Event()
+
+    def slow(path: Any) -> list[str]:
+        listed.set()
+        time.sleep(0.1)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", slow)
+    again._catalogue.prepare(IDENTITY)
+    assert listed.wait(30)
+    began = time.monotonic()
+    assert again.contains(rounds[-1]) == [True, True]
+    assert again.contains(page_keys(2, "absent")) == [False, False]
+    assert time.monotonic() - began < 3
 
 
 def test_a_pack_that_somebody_deleted_is_absent_and_written_again(store, pack):

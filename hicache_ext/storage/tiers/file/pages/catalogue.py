@@ -50,6 +50,8 @@ _REST = 4.0
 _AT_ONCE = 0.2
 """Seconds that the first look at an identity takes; what is left is read in the background."""
 _INTERVAL = 30.0
+_PAUSE = 0.001
+"""Seconds between two buckets that are read in the background: who waits for the lock gets it."""
 _COARSE = 5.0
 """Seconds. File systems keep times to 2 seconds at worst, and a server's clock may be apart from ours."""
 _NOT_KEPT = 60.0
@@ -99,7 +101,9 @@ class IdentityPacks:
         self._loop = loop
         self._note_error = note_error
         self._lock = threading.Lock()
-        """While directories are listed."""
+        """While a directory is listed."""
+        self._is_new = True
+        """No look at it has ended yet."""
         self._home = _Listed()
         self._buckets: dict[str, _Listed] = {}
         self._learning = threading.Lock()
@@ -189,19 +193,24 @@ class IdentityPacks:
 
     def refresh(self, *, everything: bool = False) -> None:
         """Read again what others may have changed: at first, and for long with ``everything``, in all buckets."""
-        with self._lock:
-            until = math.inf if everything else time.monotonic() + _AT_ONCE
-            most = None if everything or self._home.changed == -1 else _NEWEST
-            try:
+        until = math.inf if everything else time.monotonic() + _AT_ONCE
+        most = None if everything or self._is_new else _NEWEST
+        try:
+            with self._lock:
                 self._list_buckets()
-            except OSError as error:
-                self._note_error(error)
-                return
-            for position, bucket in enumerate(sorted(self._buckets, reverse=True)[:most]):
-                if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
-                    self._loop.wake()
-                    break
+        except OSError as error:
+            self._note_error(error)
+            return
+        for position, bucket in enumerate(sorted(self._buckets, reverse=True)[:most]):
+            if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
+                self._loop.wake()
+                break
+            with self._lock:
                 self._list(bucket)
+            # A call waits for one bucket, not until all were read in the background.
+            if everything:
+                self._loop.rest(_PAUSE)
+        self._is_new = False
 
     def _list_buckets(self) -> None:
         now = _changed(self._path)
