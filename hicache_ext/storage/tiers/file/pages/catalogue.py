@@ -64,10 +64,8 @@ class _Listed:
 
     changed: int = -1
     """Its time of change then, in nanoseconds; -1: not yet."""
-    settled: bool = False
-    """That time was old enough: what changes after it shows."""
-    again_at: float = 0.0
-    """When it is listed again although that time was not; monotonic."""
+    again_at: float = math.inf
+    """When it is listed again although that time is the same, since it was too young: monotonic."""
     names: set[str] = field(default_factory=set)
 
 
@@ -339,8 +337,8 @@ def _listed(changed: int, begun: float, names: set[str] | None = None, youngest:
     """``youngest``: when what is in it was made, as its name says."""
     ended = time.monotonic()
     settled = time.time() - changed / 1e9 > _COARSE and int(youngest or "0", 16) / 1e3 - changed / 1e9 < _NOT_KEPT
-    return _Listed(changed, settled, ended + _REST * (ended - begun), names or set())
+    return _Listed(changed, math.inf if settled else ended + _REST * (ended - begun), names or set())
 
 
 def _differs(listed: _Listed, changed: int) -> bool:
-    return listed.changed != changed or not (listed.settled or time.monotonic() < listed.again_at)
+    return listed.changed != changed or time.monotonic() >= listed.again_at

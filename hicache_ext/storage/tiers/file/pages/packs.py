@@ -235,7 +235,7 @@ class PageFiles(PathStore):
 
     def _runs(self, batch: PageBatch, *, again: bool) -> list[Run]:
         """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
-        ``PackCatalogue.find``."""
+        ``IdentityPacks.find``."""
         found: list[Run] = []
         for identity, positions in _by_identity(batch.keys):
             in_packs = self._catalogue.of(identity).find([batch.keys[i] for i in positions], again=again)

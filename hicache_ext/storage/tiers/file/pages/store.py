@@ -274,14 +274,12 @@ class PageFileStore(PageFiles):
 
     def _look_for_space(self) -> None:
         """Whether a write that went through has shown that there is space again: what eviction freed is none."""
-        before = self._full_at
-        if not before:
-            # Another process or an earlier one found the file system full: from here on it is seen whether pages grow.
-            self._note_size()
-            return
         try:
-            has_changed = not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before
-            if has_changed and self._note_space(None):
+            before, used = self._full_at, self.used_bytes()
+            if not before:
+                # Another process or an earlier one found it full: from here on it is seen whether pages grow.
+                self._full_at = used
+            elif not _CLEARED_SHARE * before < used <= _GROWN_SHARE * before and self._note_space(None):
                 self._times_full = 0
         except OSError as error:
             self._count_error(error)
