@@ -288,8 +288,7 @@ class PageFiles(PathStore):
             if is_alone(pack):
                 if status.st_size != pack.page_bytes:
                     reason = "truncated" if status.st_size < pack.page_bytes else "longer"
-                    self._heal(first, Place(pack, 0), reason, status)
-                    return [GetResult.CORRUPT]
+                    return self._no_page_file(run, batch, path, reason, status)
             elif is_expired(milliseconds_of(pack.id), self._oldest()):
                 return [GetResult.MISS] * count
             results = self._read_pages(fd, run, batch)
@@ -305,14 +304,13 @@ class PageFiles(PathStore):
         self, run: Run, batch: PageBatch, path: str, reason: str, seen: os.stat_result | None = None
     ) -> list[GetResult | None]:
         """Free the name of a page alone that something else has. Nobody else wants a pack's name, and others may be
-        able to read it: it is absent to this process, and its pages are written anew."""
+        able to read it: its pages are absent to this process, and written anew."""
         first, count = batch.keys[run.members[0]], len(run.members)
         if is_alone(run.pack):
             self._heal(first, Place(run.pack, 0), reason, seen)
             return [GetResult.CORRUPT]
         self.metrics.add("corrupt", reason, count)
-        for number in range(count):
-            self._catalogue.of(first[:IDENTITY_LENGTH]).index.forget_pages(run.pack.id, 1 << run.first + number)
+        self._catalogue.of(first[:IDENTITY_LENGTH]).index.forget_pages(run.pack.id, (1 << count) - 1 << run.first)
         logger.warning("tier %s: %s cannot be read (%s)", self.name, path, reason)
         return [GetResult.CORRUPT] * count
 
