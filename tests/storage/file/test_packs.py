@@ -170,7 +170,7 @@ def test_a_look_up_does_not_wait_until_all_was_read_in_the_background(open_store
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", slow)
-    again._catalogue.prepare(IDENTITY)
+    again._catalogue.of(IDENTITY)
     assert listed.wait(30)
     began = time.monotonic()
     assert again.contains(rounds[-1]) == [True, True]

@@ -90,7 +90,7 @@ class IdentityPacks:
     def __init__(
         self, tree: PageTree, identity: bytes, loop: BackgroundLoop, note_error: Callable[[OSError], None]
     ) -> None:
-        """``loop`` is woken where more is to be read than a call may wait for."""
+        """``loop`` refreshes it in the background."""
         self.index = PackIndex()
         self.refused: set[str] = set()
         """Buckets that this process may not write to."""
@@ -201,7 +201,6 @@ class IdentityPacks:
             return
         for position, bucket in enumerate(sorted(self._buckets, reverse=True)[:most]):
             if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
-                self._loop.wake()
                 break
             with self._lock:
                 self._list(bucket)
@@ -267,25 +266,20 @@ class PackCatalogue:
         self._loop.stop()
 
     def of(self, identity: bytes) -> IdentityPacks:
-        """The packs of an identity, which is looked at in the background from now on."""
+        """The packs of an identity, whose names are read in the background from now on."""
         known = self._known.get(identity)
         if known is not None:
             return known
         with self._state:
             known = IdentityPacks(self._tree, identity, self._loop, self._note_error)
             known = self._known.setdefault(identity, known)
-        self._loop.wake(_INTERVAL)
+        self._loop.wake()
         return known
 
     def forget_identity(self, identity: bytes) -> None:
         """It was cleared."""
         with self._state:
             self._known.pop(identity, None)
-
-    def prepare(self, identity: bytes) -> None:
-        """Read the names of an identity in the background."""
-        self.of(identity)
-        self._loop.wake()
 
     def _look_at_everything(self) -> float:
         for known in list(self._known.values()):

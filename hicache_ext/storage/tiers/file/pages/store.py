@@ -134,7 +134,7 @@ class PageFileStore(PageFiles):
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         super()._register(digest, document)
-        self._catalogue.prepare(digest)
+        self._catalogue.of(digest)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
         return self._catalogue.of(digest).blocks()
