@@ -4,7 +4,7 @@ A page takes 22 bytes: 16 in two sorted arrays, 6 in its pack; a pack takes abou
 is in a dictionary (about 120 bytes a page) until there is an eighth as much of it as of the rest.
 
 The index says what names say. A page that it finds may be gone, or be another one with the same short hash: who reads
-it finds out, and says so (``forget``, ``forget_page``).
+it finds out, and says so (``forget``, ``forget_pages``).
 """
 
 from __future__ import annotations
@@ -76,12 +76,11 @@ class PackIndex:
         self._lock = threading.Lock()
         self._packs: list[Pack | None] = []
         """By number; None: forgotten, its pages are still in the arrays."""
-        self._dead: list[int] = []
-        """Masks, by number of the pack."""
+        self._absent: list[int] = []
+        """Masks of pages that are not found, by number of the pack: the dead ones, and what ``forget_pages`` was told.
+        """
         self._numbers: dict[str, int] = {}
         self._tombstones: dict[str, list[Tombstone]] = {}
-        self._absent: list[int] = []
-        """The same of pages that are not found: the dead ones, and those that ``forget_page`` was told of."""
         self._hashes: npt.NDArray[np.int64] = np.empty(0, np.int64)
         """Sorted."""
         self._places: npt.NDArray[np.int64] = np.empty(0, np.int64)
@@ -111,9 +110,7 @@ class PackIndex:
                     self._forget(known_longest)
             number = len(self._packs)
             self._packs.append(pack)
-            masks = [tombstone.mask for tombstone in self._tombstones.get(pack.id, ())]
-            self._dead.append(functools.reduce(operator.or_, masks, 0))
-            self._absent.append(self._dead[number])
+            self._absent.append(self._dead_mask(pack.id))
             self._numbers[pack.id] = number
             self._page_count += pack.count
             for position, found in enumerate(pack.numbers):
@@ -135,21 +132,19 @@ class PackIndex:
             number = self._numbers.get(tombstone.pack)
             if number is None:
                 return None
-            self._dead[number] |= tombstone.mask
             self._absent[number] |= tombstone.mask
             pack = self._packs[number]
             assert pack is not None
-            return pack if self._dead[number] & pack.all_dead == pack.all_dead else None
+            return pack if self._dead_mask(pack.id) & pack.all_dead == pack.all_dead else None
 
     def tombstones_of(self, pack_id: str) -> list[Tombstone]:
         with self._lock:
             return list(self._tombstones.get(pack_id, ()))
 
-    def without_packs(self) -> list[Tombstone]:
-        """Tombstones of packs that are not known: right after a whole listing, those of packs that are gone."""
+    def without_packs(self) -> list[list[Tombstone]]:
+        """The tombstones of each pack that is not known: right after a whole listing, of each that is gone."""
         with self._lock:
-            known = self._tombstones.items()
-            return [one for pack_id, some in known if pack_id not in self._numbers for one in some]
+            return [list(some) for pack_id, some in self._tombstones.items() if pack_id not in self._numbers]
 
     def forget(self, pack_id: str) -> None:
         """The pack is gone. Its tombstones go with it."""
@@ -169,22 +164,12 @@ class PackIndex:
         if self._stale > max(_FEWEST_MERGED, self._page_count):
             self._merge()
 
-    def forget_tombstone(self, tombstone: Tombstone) -> None:
-        """It was removed; what it took away stays away."""
+    def forget_pages(self, pack_id: str, mask: int) -> None:
+        """They are not found any more: gone, other pages than their names say, or gone for this process alone."""
         with self._lock:
-            known = self._tombstones.get(tombstone.pack)
-            if known and tombstone in known:
-                known.remove(tombstone)
-                self._tombstone_count -= 1
-                if not known:
-                    del self._tombstones[tombstone.pack]
-
-    def forget_page(self, place: Place) -> None:
-        """Another page than its name says, or gone for this process alone."""
-        with self._lock:
-            number = self._numbers.get(place.pack.id)
+            number = self._numbers.get(pack_id)
             if number is not None:
-                self._absent[number] |= place.mask
+                self._absent[number] |= mask
 
     def ids(self) -> set[str]:
         """Of the packs that are known: what a whole listing that begins now does not show is gone."""
@@ -204,8 +189,10 @@ class PackIndex:
     def dead_mask(self, pack_id: str) -> int:
         """The pages of a pack that tombstones took away."""
         with self._lock:
-            number = self._numbers.get(pack_id)
-            return 0 if number is None else self._dead[number]
+            return self._dead_mask(pack_id)
+
+    def _dead_mask(self, pack_id: str) -> int:
+        return functools.reduce(operator.or_, (tombstone.mask for tombstone in self._tombstones.get(pack_id, ())), 0)
 
     @property
     def page_count(self) -> int:
@@ -281,7 +268,6 @@ class PackIndex:
         order = order[places[order] >= 0]
         self._hashes, self._places = hashes[order], places[order]
         self._packs = [self._packs[number] for number in kept]
-        self._dead = [self._dead[number] for number in kept]
         self._absent = [self._absent[number] for number in kept]
         self._numbers = {pack.id: number for number, pack in enumerate(self._packs) if pack is not None}
         self._recent = {}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +27,6 @@ from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.pages import store as store_module
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
 from hicache_ext.storage.tiers.file.pages.tree import MOST_PAGES, PackFile, file_name
-from hicache_ext.storage.tiers.file.path_store import oldest_valid_ms
 from hicache_ext.storage.tiers.file.pins import add_pin
 from hicache_ext.testing.conformance.pages import (
     IDENTITY,
@@ -152,6 +153,29 @@ def test_a_store_that_could_read_only_a_part_finds_the_rest_in_the_background(op
     while not all(again.contains(everything)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_look_up_does_not_wait_until_all_was_read_in_the_background(open_store, place, monkeypatch):
+    monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 1)
+    first = open_store()
+    rounds = [page_keys(2, f"round {number}") for number in range(60)]
+    for keys in rounds:
+        store_pages(first, keys)
+    assert len(list(place.glob("pages/*/*"))) == 60
+    again, listdir, listed = open_store(), os.listdir, threading.Event()
+
+    def slow(path: Any) -> list[str]:
+        listed.set()
+        time.sleep(0.1)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", slow)
+    again._catalogue.of(IDENTITY)
+    assert listed.wait(30)
+    began = time.monotonic()
+    assert again.contains(rounds[-1]) == [True, True]
+    assert again.contains(page_keys(2, "absent")) == [False, False]
+    assert time.monotonic() - began < 3
 
 
 def test_a_pack_that_somebody_deleted_is_absent_and_written_again(store, pack):
@@ -432,7 +456,7 @@ def test_a_pack_older_than_the_ttl_is_absent_and_is_removed(open_store, place, m
     monkeypatch.undo()
     store_pages(store, page_keys(3, "young"))
     assert store.contains([*KEYS, *page_keys(3, "young")]) == [False] * 6 + [True] * 3
-    assert store._remove_expired(store._upkeep, oldest_valid_ms(store._ttl)) == 6
+    assert store._remove_expired(store._upkeep) == 6
     assert len(_packs(place)) == 1
     assert store.metrics.value("evicted", "ttl") == 6
     assert account_and_walk(store)[0] == account_and_walk(store)[1]

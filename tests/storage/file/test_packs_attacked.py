@@ -188,9 +188,9 @@ def test_a_page_that_was_stored_while_its_bucket_was_listed_is_there(store, plac
         return names
 
     monkeypatch.setattr(os, "listdir", slow)
-    known = store._catalogue
+    known = store._catalogue.of(IDENTITY)
     place_of = known.find([KEYS[0]])[0]
-    look = threading.Thread(target=known.look_for, args=(IDENTITY, place_of.pack))
+    look = threading.Thread(target=known.look_for, args=(place_of.pack,))
     look.start()
     assert listed.wait(30)
     young = page_keys(3, "young")
@@ -212,7 +212,7 @@ def test_a_pack_that_others_renamed_before_its_age_was_renewed_is_no_trouble_of_
     monkeypatch.setattr(store, "_trouble", errors.append)
     old = time.time() - 3600
     os.utime(pack, (old, old))
-    found = store._find(KEYS[1:2], 0)[0]
+    found = store._find(KEYS[1:2])[0]
     open_store().remove(KEYS[:1])
     store._touch(found.path, found.status)
     assert errors == []

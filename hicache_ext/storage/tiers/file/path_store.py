@@ -44,11 +44,6 @@ from hicache_ext.storage.tiers.file.pins import PinnedPages
 logger = logging.getLogger(__name__)
 
 
-def oldest_valid_ms(ttl: float | None) -> int:
-    """Pages created (``created_ms`` of their envelope) before this are expired; 0 without a ttl."""
-    return 0 if ttl is None else int((time.time() - ttl) * 1000)
-
-
 DOUBT = 300.0
 """Seconds after the last damage for which writes read what is there: what was computed in place of a bad page comes."""
 SCRUB_AFTER = 5.0
@@ -194,6 +189,10 @@ class PathStore(TierStore):
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         save_document(self._path, digest, document)
+
+    def _oldest(self) -> int:
+        """Pages written before this (``created_ms`` of their envelope) are expired; 0 without a ttl."""
+        return 0 if self._ttl is None else max(0, int((time.time() - self._ttl) * 1000))
 
     def can_resize(self, capacity: int | None) -> bool:
         return True

@@ -185,22 +185,20 @@ class Usage:
                     return HELD
                 # Another process may have made room meanwhile. If not, what is evicted is for us: reserved before.
                 missing = self._try_to_reserve(amount, capacity, beyond=True)
-                return NO_ROOM if missing is None else self._make_room(missing, amount, capacity, evict)
+                if missing is None:
+                    return NO_ROOM
+                is_room = not missing
+                try:
+                    if missing:
+                        self._change(stored=-evict(missing))
+                        with self.locked() as record:
+                            is_room = capacity is None or record.used(capacity) <= capacity
+                finally:
+                    if not is_room:
+                        self._end(operations=-1, reserved=-amount)
+                return None if is_room else NO_ROOM
         except TimeoutError:
             return HELD
-
-    def _make_room(self, missing: int, amount: int, capacity: int | None, evict: Callable[[int], int]) -> str | None:
-        """Evict what is missing for bytes that are reserved; as ``reserve``."""
-        is_room = not missing
-        try:
-            if missing:
-                self._change(stored=-evict(missing))
-                with self.locked() as record:
-                    is_room = capacity is None or record.used(capacity) <= capacity
-        finally:
-            if not is_room:
-                self._end(operations=-1, reserved=-amount)
-        return None if is_room else NO_ROOM
 
     def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> int | None:
         """Reserve; the bytes that are to be evicted first, None where there is no room. ``beyond``: also where there is
@@ -265,11 +263,6 @@ class Usage:
     def no_space_since(self) -> int:
         """As in ``UsageRecord``. Raises OSError."""
         return (self._look() or UsageRecord()).no_space_since
-
-    def note_no_space(self, since: int) -> None:
-        """Raises OSError, also where the account cannot be changed now."""
-        with self.locked() as record:
-            record.no_space_since = since
 
     def in_doubt(self) -> bool:
         """Whether somebody is to count. Raises OSError."""

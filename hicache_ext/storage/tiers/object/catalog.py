@@ -269,10 +269,10 @@ class PackCatalog:
             for pack in known.index.packs:
                 if known.index.dead_mask(pack.id) & pack.all_dead == pack.all_dead:
                     self.bury(digest, pack, 0)
-            for tombstone in known.index.without_packs():
-                if milliseconds_of(tombstone.id) < old:
-                    self._requests.delete([packed_name(digest, tombstone)])
-                    known.index.forget_tombstone(tombstone)
+            for tombstones in known.index.without_packs():
+                if all(milliseconds_of(tombstone.id) < old for tombstone in tombstones):
+                    self._requests.delete([packed_name(digest, tombstone) for tombstone in tombstones])
+                    known.index.forget(tombstones[0].pack)
         except Exception as error:  # noqa: BLE001 - as above; who may not delete need not
             self._requests.explained(error)
 

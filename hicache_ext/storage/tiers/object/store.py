@@ -381,7 +381,7 @@ class ObjectPageStore(TierStore):
         Checked where it was received: host memory never holds half a page or another one."""
         reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
         if reason == "page_hash" and _shares_its_name(body, key):
-            self._catalog.of(key[:IDENTITY_LENGTH]).index.forget_page(place)
+            self._catalog.of(key[:IDENTITY_LENGTH]).index.forget_pages(place.pack.id, place.mask)
             return GetResult.MISS
         if reason is not None:
             return self._suspect(key, body.nbytes, reason)

@@ -8,9 +8,9 @@ every half a minute; a pack that is not where it was makes its bucket be read ag
 
 About 60 bytes of memory a page, of identities that were asked for.
 
-``read_contents`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each
-hash, and the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages
-come and go by a change of it, whoever did it.
+``blocks`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each hash, and
+the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages come and go
+by a change of it, whoever did it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH
-from hicache_ext.page.pack import Pack, Tombstone
+from hicache_ext.page.pack import Pack
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME, FILES_NAME, PACK_NAME
@@ -50,6 +50,8 @@ _REST = 4.0
 _AT_ONCE = 0.2
 """Seconds that the first look at an identity takes; what is left is read in the background."""
 _INTERVAL = 30.0
+_PAUSE = 0.001
+"""Seconds between two buckets that are read in the background: who waits for the lock gets it."""
 _COARSE = 5.0
 """Seconds. File systems keep times to 2 seconds at worst, and a server's clock may be apart from ours."""
 _NOT_KEPT = 60.0
@@ -62,176 +64,166 @@ class _Listed:
 
     changed: int = -1
     """Its time of change then, in nanoseconds; -1: not yet."""
-    settled: bool = False
-    """That time was old enough: what changes after it shows."""
-    again_at: float = 0.0
-    """When it is listed again although that time was not; monotonic."""
+    again_at: float = math.inf
+    """When it is listed again although that time is the same, since it was too young: monotonic."""
     names: set[str] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class _Known:
-    """What is known of one identity."""
-
-    path: str
-    index: PackIndex = field(default_factory=PackIndex)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """While directories are listed."""
-    home: _Listed = field(default_factory=_Listed)
-    buckets: dict[str, _Listed] = field(default_factory=dict)
-    bucket_of: dict[str, str] = field(default_factory=dict)
-    """By the id of a pack."""
-    news: object = field(default_factory=object)
-    """Another one since a bucket was listed, or had a pack of this process added."""
-    refused: set[str] = field(default_factory=set)
-    """Buckets that this process may not write to."""
+Words = npt.NDArray[np.int64]
+_BLOCK_BYTES = 8
 
 
-class PackCatalogue:
-    """Of one directory. Thread-safe. Never raises OSError: it knows less then."""
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A directory as it was read last."""
 
-    def __init__(self, tier: str, tree: PageTree, note_error: Callable[[OSError], None]) -> None:
-        """``note_error`` hears of every error of the disk."""
-        self._tree = tree
+    changed: int
+    """Its time of change then, in nanoseconds; -1 where that was too young: what changed after it may not show."""
+    blocks: Words
+    packs: dict[str, bytes]
+    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
+
+
+class IdentityPacks:
+    """The packs of one identity. Thread-safe. Never raises OSError, but for ``blocks``: it knows less then."""
+
+    def __init__(
+        self, tree: PageTree, identity: bytes, loop: BackgroundLoop, note_error: Callable[[OSError], None]
+    ) -> None:
+        """``loop`` refreshes it in the background."""
+        self.index = PackIndex()
+        self.refused: set[str] = set()
+        """Buckets that this process may not write to."""
+        self._identity = identity
+        self._path = tree.identity_path(identity)
+        self._loop = loop
         self._note_error = note_error
-        self._known: dict[bytes, _Known] = {}
-        self._state = threading.Lock()
-        self._loop = BackgroundLoop(f"hicache-{tier}-packs", self._look_at_everything)
-
-    def close(self) -> None:
-        self._loop.stop()
+        self._lock = threading.Lock()
+        """While a directory is listed."""
+        self._is_new = True
+        """No look at it has ended yet."""
+        self._home = _Listed()
+        self._buckets: dict[str, _Listed] = {}
+        self._learning = threading.Lock()
+        self._files: dict[str, tuple[str, int]] = {}
+        """By the id of a pack: its bucket, and which of its pages are dead."""
+        self._news = object()
+        """Another one since a bucket was listed, or had a pack of this process added."""
+        self._read: dict[str, _Read] = {}
+        """What ``blocks`` has read, by the path of a directory."""
 
     def find(self, keys: Sequence[bytes], *, again: bool = True) -> list[Place | None]:
-        """Where each page is, as far as names tell; the keys are of one identity. ``again``: look at what others have
-        changed if a page is missing."""
-        known = self._of(keys[0][:IDENTITY_LENGTH])
-        before = known.news
-        places = known.index.find(keys)
+        """Where each page is, as far as names tell. ``again``: where one is missing, look what others have changed."""
+        before = self._news
+        places = self.index.find(keys)
         if again and None in places:
-            self._refresh(known)
-            if known.news is before:
+            self.refresh()
+            if self._news is before:
                 return places
-            places = known.index.find(keys)
+            places = self.index.find(keys)
         return places
 
     def find_all(self, key: bytes) -> list[Place]:
         """Every place of a page, as far as names tell."""
-        known = self._of(key[:IDENTITY_LENGTH])
-        self._refresh(known)
-        return known.index.find_all(key)
+        self.refresh()
+        return self.index.find_all(key)
 
-    def path(self, identity: bytes, pack: Pack) -> tuple[str, int]:
+    def path(self, pack: Pack) -> tuple[str, int]:
         """Where the pack is, and which of its pages are dead there, as far as this process knows."""
-        known = self._of(identity)
-        if is_alone(pack):
-            return f"{known.path}/{pack.id[:2]}/{file_name(pack, 0)}", 0
-        dead = known.index.dead_mask(pack.id)
-        return f"{known.path}/{known.bucket_of.get(pack.id, pack.id[:11])}/{file_name(pack, dead)}", dead
+        bucket, dead = (pack.id[:2], 0) if is_alone(pack) else self._files.get(pack.id, (pack.id[:11], 0))
+        return f"{self._path}/{bucket}/{file_name(pack, dead)}", dead
 
-    def look_for(self, identity: bytes, pack: Pack) -> bool:
+    def look_for(self, pack: Pack) -> bool:
         """Read the bucket of a pack that was not found under its path; whether the pack is there, under whatever
         name."""
-        known = self._of(identity)
-        bucket = known.bucket_of.get(pack.id)
-        if bucket is None:
+        bucket, _ = self._files.get(pack.id, ("", 0))
+        if not bucket:
             return False
-        with known.lock:
-            names = self._list(known, bucket, anyway=True)
+        with self._lock:
+            names = self._list(bucket, anyway=True)
             if names is None:
                 return True
             if not any(pack_id_in(name) == pack.id for name in names):
-                self._forget(known, pack.id)
-        return known.index.pack(pack.id) is not None
+                self.forget(pack.id)
+        return self.index.pack(pack.id) is not None
 
-    def bucket_for_writing(self, identity: bytes) -> str:
+    def bucket_for_writing(self) -> str:
         """The name of the bucket that a new pack goes to. It may not exist."""
-        known = self._of(identity)
-        newest_first = sorted(known.buckets, reverse=True)
+        newest_first = sorted(self._buckets, reverse=True)
         for bucket in newest_first[:_NEWEST]:
-            listed = known.buckets.get(bucket)
-            if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET and bucket not in known.refused:
+            listed = self._buckets.get(bucket)
+            if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET and bucket not in self.refused:
                 return bucket
         now = f"{int(time.time() * 1000):011x}"
         # Never before the others: new packs are looked for in the newest buckets.
         after = f"{int(newest_first[0], 16) + 1:011x}" if newest_first else now
         return max(now, after) if len(after) == len(now) else now
 
-    def refuse(self, identity: bytes, bucket: str) -> None:
-        """This process may not write to a bucket."""
-        self._of(identity).refused.add(bucket)
+    def add(self, found: PackFile, bucket: str) -> None:
+        """This process has written a pack, or given it the name that takes pages of it away."""
+        self._buckets.setdefault(bucket, _Listed()).names.add(file_name(found.pack, found.dead))
+        self._learn(found, bucket)
+        self._news = object()
 
-    def add(self, identity: bytes, pack: Pack, bucket: str) -> None:
-        """This process has written a pack."""
-        known = self._of(identity)
-        known.bucket_of[pack.id] = bucket
-        known.buckets.setdefault(bucket, _Listed()).names.add(pack.name)
-        known.index.add(pack)
-        known.news = object()
-
-    def kill(self, identity: bytes, pack: Pack, dead: int) -> None:
-        """This process has renamed a pack so that the pages ``dead`` are gone."""
-        self._of(identity).index.add_tombstone(Tombstone(pack.id, pack.id, dead))
-
-    def forget(self, identity: bytes, pack: Pack) -> None:
+    def forget(self, pack_id: str) -> None:
         """A pack is gone."""
-        self._forget(self._of(identity), pack.id)
+        self._files.pop(pack_id, None)
+        self.index.forget(pack_id)
 
-    def forget_page(self, identity: bytes, place: Place) -> None:
-        """Another page than the name says: absent to this process."""
-        self._of(identity).index.forget_page(place)
+    def _learn(self, found: PackFile, bucket: str) -> None:
+        """Another thread may have learnt of a later name of the pack: what was dead stays dead."""
+        with self._learning:
+            dead = self._files.get(found.pack.id, ("", 0))[1] | found.dead
+            self._files[found.pack.id] = bucket, dead
+        self.index.add(found.pack)
+        self.index.forget_pages(found.pack.id, dead)
 
-    def forget_identity(self, identity: bytes) -> None:
-        """It was cleared."""
-        with self._state:
-            self._known.pop(identity, None)
-
-    def prepare(self, identity: bytes) -> None:
-        """Read the names of an identity in the background."""
-        self._of(identity)
-        self._loop.wake()
+    def blocks(self) -> Words:
+        """The blocks of the pages that are there, in packs and alone, as ``PageLister`` tells them: 8 bytes of memory a
+        page, 16 of one in a pack. What was read before is not read again. For one thread at a time. Raises OSError."""
+        self._read = {
+            place.path: _read_again(place.path, self._identity, self._read.get(place.path))
+            for place in directories(self._path, FILES_NAME)
+        }
+        return np.concatenate([np.empty(0, np.int64), *[read.blocks for read in self._read.values()]])
 
     # -- reading names ---------------------------------------------------------------------------------------------
 
-    def _of(self, identity: bytes) -> _Known:
-        known = self._known.get(identity)
-        if known is not None:
-            return known
-        with self._state:
-            known = self._known.setdefault(identity, _Known(self._tree.identity_path(identity)))
-        self._loop.wake(_INTERVAL)
-        return known
-
-    def _refresh(self, known: _Known, *, everything: bool = False) -> None:
+    def refresh(self, *, everything: bool = False) -> None:
         """Read again what others may have changed: at first, and for long with ``everything``, in all buckets."""
-        with known.lock:
-            until = math.inf if everything else time.monotonic() + _AT_ONCE
-            most = None if everything or known.home.changed == -1 else _NEWEST
-            try:
-                self._list_buckets(known)
-            except OSError as error:
-                self._note_error(error)
-                return
-            for position, bucket in enumerate(sorted(known.buckets, reverse=True)[:most]):
-                if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
-                    self._loop.wake()
-                    break
-                self._list(known, bucket)
+        until = math.inf if everything else time.monotonic() + _AT_ONCE
+        most = None if everything or self._is_new else _NEWEST
+        try:
+            with self._lock:
+                self._list_buckets()
+        except OSError as error:
+            self._note_error(error)
+            return
+        for position, bucket in enumerate(sorted(self._buckets, reverse=True)[:most]):
+            if position >= _NEWEST and (time.monotonic() > until or self._loop.stopping):
+                break
+            with self._lock:
+                self._list(bucket)
+            # A call waits for one bucket, not until all were read in the background.
+            if everything:
+                self._loop.rest(_PAUSE)
+        self._is_new = False
 
-    def _list_buckets(self, known: _Known) -> None:
-        now = _changed(known.path)
-        if not _differs(known.home, now):
+    def _list_buckets(self) -> None:
+        now = _changed(self._path)
+        if not _differs(self._home, now):
             return
         begun = time.monotonic()
-        names = [entry.name for entry in directories(known.path, BUCKET_NAME)]
-        known.home = _listed(now, begun, youngest=max(names, default=""))
+        names = [entry.name for entry in directories(self._path, BUCKET_NAME)]
+        self._home = _listed(now, begun, youngest=max(names, default=""))
         for bucket in names:
-            known.buckets.setdefault(bucket, _Listed())
-        for bucket in known.buckets.keys() - set(names):
-            self._list(known, bucket, anyway=True)
+            self._buckets.setdefault(bucket, _Listed())
+        for bucket in self._buckets.keys() - set(names):
+            self._list(bucket, anyway=True)
 
-    def _list(self, known: _Known, bucket: str, *, anyway: bool = False) -> set[str] | None:
+    def _list(self, bucket: str, *, anyway: bool = False) -> set[str] | None:
         """Read the names in a bucket, if it has changed or ``anyway``; the names, None where they cannot be read."""
-        path, listed = f"{known.path}/{bucket}", known.buckets.get(bucket) or _Listed()
+        path, listed = f"{self._path}/{bucket}", self._buckets.get(bucket) or _Listed()
         try:
             now = _changed(path)
             if not anyway and not _differs(listed, now):
@@ -247,74 +239,63 @@ class PackCatalogue:
             return None
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
-                known.bucket_of[found.pack.id] = bucket
-                known.index.add(found.pack)
-                if found.dead:
-                    known.index.add_tombstone(Tombstone(found.pack.id, found.pack.id, found.dead))
+                self._learn(found, bucket)
         here = set(map(pack_id_in, names))
         for gone in set(map(pack_id_in, before - names)) - here:
-            self._forget(known, gone)
+            self.forget(gone)
         if now:
-            known.buckets[bucket] = _listed(now, begun, names, youngest=max(names, default="")[:11])
+            self._buckets[bucket] = _listed(now, begun, names, youngest=max(names, default="")[:11])
         else:
-            known.buckets.pop(bucket, None)
-        known.news = object()
+            self._buckets.pop(bucket, None)
+        self._news = object()
         return names
 
-    def _forget(self, known: _Known, pack_id: str) -> None:
-        known.bucket_of.pop(pack_id, None)
-        known.index.forget(pack_id)
+
+class PackCatalogue:
+    """The packs of one directory, identity by identity. Thread-safe."""
+
+    def __init__(self, tier: str, tree: PageTree, note_error: Callable[[OSError], None]) -> None:
+        """``note_error`` hears of every error of the disk."""
+        self._tree = tree
+        self._note_error = note_error
+        self._known: dict[bytes, IdentityPacks] = {}
+        self._state = threading.Lock()
+        self._loop = BackgroundLoop(f"hicache-{tier}-packs", self._look_at_everything)
+
+    def close(self) -> None:
+        self._loop.stop()
+
+    def of(self, identity: bytes) -> IdentityPacks:
+        """The packs of an identity, whose names are read in the background from now on."""
+        known = self._known.get(identity)
+        if known is not None:
+            return known
+        with self._state:
+            known = IdentityPacks(self._tree, identity, self._loop, self._note_error)
+            known = self._known.setdefault(identity, known)
+        self._loop.wake()
+        return known
+
+    def forget_identity(self, identity: bytes) -> None:
+        """It was cleared."""
+        with self._state:
+            self._known.pop(identity, None)
 
     def _look_at_everything(self) -> float:
         for known in list(self._known.values()):
-            self._refresh(known, everything=True)
+            known.refresh(everything=True)
         return _INTERVAL
 
 
 # -- which pages there are ---------------------------------------------------------------------------------------------
 
-Words = npt.NDArray[np.int64]
-_BLOCK_BYTES = 8
 
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A directory as it was read last."""
-
-    changed: int
-    """Its time of change then, in nanoseconds."""
-    settled: bool
-    """That time was old enough: what changes after it shows."""
-    blocks: Words
-    packs: dict[str, bytes]
-    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
-
-
-Contents = dict[str, _Read]
-"""Of one identity, by the path of a directory: 8 bytes a page, 16 of one in a pack."""
-
-
-def read_contents(tree: PageTree, digest: bytes, before: Contents) -> Contents:
-    """Return what the directories of an identity hold; what was read ``before`` is not read again. Raises OSError."""
-    now: Contents = {}
-    for place in directories(tree.identity_path(digest), FILES_NAME):
-        if (read := _read_again(place.path, digest, before.get(place.path))) is not None:
-            now[place.path] = read
-    return now
-
-
-def blocks_in(contents: Contents) -> Words:
-    """Return the blocks of these pages, as ``PageLister`` does."""
-    return np.concatenate([np.empty(0, np.int64), *[read.blocks for read in contents.values()]])
-
-
-def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | None:
+def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read:
     changed = _changed(path)
-    if not changed:
-        return None
-    if before is not None and before.settled and before.changed == changed:
+    if before is not None and before.changed == changed:
         return before
-    settled = time.time() - changed / 1e9 > _COARSE
+    if not changed or time.time() - changed / 1e9 <= _COARSE:
+        changed = -1
     known = {} if before is None else before.packs
     packs: dict[str, bytes] = {}
     living: list[bytes] = []
@@ -325,14 +306,14 @@ def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read | Non
                 keys = keys_in(entry.path, identity, found.pack)
             except OSError:
                 # Gone, or renamed meanwhile: the next look finds out.
-                settled = False
+                changed = -1
                 continue
             # A page of which the key is not known cannot be read either: it is told as none that anybody asks for.
             blocks = b"".join([(key or bytes(KEY_LENGTH))[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys])
         if not is_alone(found.pack):
             packs[found.pack.id] = blocks
         living += [blocks[position * _BLOCK_BYTES :][:_BLOCK_BYTES] for position in found.living]
-    return _Read(changed, settled, np.frombuffer(b"".join(living), ">i8").astype(np.int64), packs)
+    return _Read(changed, np.frombuffer(b"".join(living), ">i8").astype(np.int64), packs)
 
 
 # -- times of change ---------------------------------------------------------------------------------------------------
@@ -350,8 +331,8 @@ def _listed(changed: int, begun: float, names: set[str] | None = None, youngest:
     """``youngest``: when what is in it was made, as its name says."""
     ended = time.monotonic()
     settled = time.time() - changed / 1e9 > _COARSE and int(youngest or "0", 16) / 1e3 - changed / 1e9 < _NOT_KEPT
-    return _Listed(changed, settled, ended + _REST * (ended - begun), names or set())
+    return _Listed(changed, math.inf if settled else ended + _REST * (ended - begun), names or set())
 
 
 def _differs(listed: _Listed, changed: int) -> bool:
-    return listed.changed != changed or not (listed.settled or time.monotonic() < listed.again_at)
+    return listed.changed != changed or time.monotonic() >= listed.again_at

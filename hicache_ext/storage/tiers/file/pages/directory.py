@@ -21,7 +21,7 @@ import errno
 import itertools
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -121,14 +121,9 @@ class PageDirectory(PageTree):
             move_aside(Path(page_path))
         return 0
 
-    def remove_if_empty(self, places: Iterable[str]) -> int:
-        """Remove those of these directories that are empty, and return the bytes of disk freed. Writers make them anew,
-        and new buckets all the time."""
-        return sum(map(_remove_directory, places))
-
     def remove_empty_directories(self) -> int:
-        """``remove_if_empty`` of all directories of pages and identities."""
-        return self.remove_if_empty([*self.file_directories(), *map(self.identity_path, self.known_identities())])
+        """``remove_directory`` of all directories of pages and identities."""
+        return sum(map(remove_directory, [*self.file_directories(), *map(self.identity_path, self.known_identities())]))
 
     def detach_identity(self, identity: bytes) -> Path | None:
         """Take all pages of an identity out of sight at once; the tree to delete, if there was one. Raises OSError."""
@@ -158,8 +153,8 @@ class PageDirectory(PageTree):
                         status = entry.stat(follow_symlinks=False)
                         os.unlink(entry.path)
                         freed += counted_for(found, status)
-                freed += _remove_directory(inner.path)
-            gone = gone or _remove_directory(tree)
+                freed += remove_directory(inner.path)
+            gone = gone or remove_directory(tree)
         if not gone and not self.has_pages(tree):
             with suppress(OSError):  # It stays to be looked at by the next start, too.
                 move_aside(tree)
@@ -187,8 +182,9 @@ def _make_directory(path: str | Path, access: Access) -> int:
     return BLOCK
 
 
-def _remove_directory(path: str | Path) -> int:
-    """Remove an empty directory; the bytes of disk freed, 0 when it stays."""
+def remove_directory(path: str | Path) -> int:
+    """Remove an empty directory; the bytes of disk freed, 0 when it stays. Writers make it anew, and new buckets all
+    the time."""
     try:
         os.rmdir(path)
     except OSError:

@@ -25,9 +25,8 @@ import numpy as np
 from hicache_ext import native
 from hicache_ext.errors import FormatError
 from hicache_ext.page import envelope
-from hicache_ext.page import pack as pack_format
 from hicache_ext.page.envelope import IDENTITY_LENGTH
-from hicache_ext.page.pack import PACK_BYTES, SMALL, Pack, encode_footer, milliseconds_of, new_id, short_hash
+from hicache_ext.page.pack import PACK_BYTES, Pack, encode_footer, milliseconds_of, new_id, portions, short_hash
 from hicache_ext.page.page_object import HEADER_LENGTH
 from hicache_ext.runtime import vectored
 from hicache_ext.runtime.background import BackgroundLoop
@@ -37,8 +36,8 @@ from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
-from hicache_ext.storage.tiers.file.pages.catalogue import PackCatalogue
-from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, unlink_quietly
+from hicache_ext.storage.tiers.file.pages.catalogue import IdentityPacks, PackCatalogue
+from hicache_ext.storage.tiers.file.pages.directory import PageDirectory, remove_directory, unlink_quietly
 from hicache_ext.storage.tiers.file.pages.tree import (
     ABSENT,
     PackFile,
@@ -55,7 +54,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     page_files,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.path_store import PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import PathStore
 from hicache_ext.storage.tiers.file.usage import Usage
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIM
 _ATTEMPTS = 4
 """At a pack that others rename or remove meanwhile."""
 _SHARE = 64
-"""A pack takes at most this part of the capacity: packs are evicted whole."""
+"""A pack takes about this part of the capacity at most: packs are evicted whole."""
 _MOST_UNREADABLE = 65536
 _LEADING_AT_ONCE = 1024
 _NATIVE_FROM = 32
@@ -112,14 +111,15 @@ class PageFiles(PathStore):
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
-    def _find(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[FoundPack | None]:
+    def _find(self, keys: Sequence[bytes]) -> list[FoundPack | None]:
         """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
         for identity, positions in _by_identity(keys):
+            known = self._catalogue.of(identity)
             for attempt in range(_ATTEMPTS):
-                places = self._catalogue.find([keys[i] for i in positions], again=attempt == 0)
+                places = known.find([keys[i] for i in positions], again=attempt == 0)
                 packs = {place.pack.id: place.pack for place in places if place is not None}
-                statuses = {pack_id: self._status(identity, pack, oldest_valid_ms) for pack_id, pack in packs.items()}
+                statuses = {pack_id: self._status(known, pack) for pack_id, pack in packs.items()}
                 moved: list[int] = []
                 for position, place in zip(positions, places, strict=True):
                     if place is None:
@@ -141,14 +141,13 @@ class PageFiles(PathStore):
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         """As far as names and times tell: when a page alone was written only the page itself tells, so that one that is
         too old and was used lately counts until it is swept."""
-        oldest = oldest_valid_ms(self._ttl)
-        present = [known is not None for known in self._find(keys, oldest)]
+        present = [known is not None for known in self._find(keys)]
         rest = [position for position, known in enumerate(present) if not known]
         wanted = [keys[position] for position in rest]
         # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
         core = native.core() if len(rest) >= _NATIVE_FROM else None
         look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
-        for position, known in zip(rest, look_up(wanted, oldest), strict=True):
+        for position, known in zip(rest, look_up(wanted), strict=True):
             present[position] = known and not (self._unreadable and self._failed_alone(keys[position]))
         return present
 
@@ -158,8 +157,8 @@ class PageFiles(PathStore):
     def _lead(self, keys: Sequence[bytes]) -> int:
         return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
 
-    def _looked_up_alone(self, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
-        present, failed = [False] * len(keys), None
+    def _looked_up_alone(self, keys: Sequence[bytes]) -> list[bool]:
+        present, failed, oldest = [False] * len(keys), None, self._oldest()
         for number, key in enumerate(keys):
             try:
                 status = os.lstat(self._directory.page_path(key))
@@ -170,14 +169,14 @@ class PageFiles(PathStore):
                 continue
             # The mtime is that of the last use: never before the page was written.
             is_page = stat.S_ISREG(status.st_mode) and status.st_size >= HEADER_LENGTH
-            present[number] = is_page and status.st_mtime * 1000 >= oldest_valid_ms
+            present[number] = is_page and status.st_mtime * 1000 >= oldest
         if failed is not None:
             self._count_error(failed)
         return present
 
-    def _found_alone(self, core: native.Core, keys: Sequence[bytes], oldest_valid_ms: int) -> list[bool]:
+    def _found_alone(self, core: native.Core, keys: Sequence[bytes]) -> list[bool]:
         """``_looked_up_alone`` in C. Raises OSError where an identity's directory cannot be looked into."""
-        present = np.zeros(len(keys), np.bool_)
+        present, oldest = np.zeros(len(keys), np.bool_), self._oldest()
         for identity, positions in _by_identity(keys):
             try:
                 home = self._directory.identity_path(identity)
@@ -186,14 +185,14 @@ class PageFiles(PathStore):
                 continue
             words, found = key_words([keys[position] for position in positions]), np.zeros(len(positions), np.bool_)
             try:
-                of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest_valid_ms // 1000)
+                of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest // 1000)
                 core(FindPageFiles(*of_core, native.address(found)))
             finally:
                 os.close(directory)
             present[positions] = found
         return list(map(bool, present))
 
-    def _find_alone(self, key: bytes, size: int, oldest_valid_ms: int) -> SetResult | None:
+    def _find_alone(self, key: bytes, size: int) -> SetResult | None:
         """Of a page that is to be written alone: EXISTS, and it counts as used; REJECTED where something else has its
         name and cannot be removed; None where the name is free now."""
         place, path = Place(alone(key[IDENTITY_LENGTH:], size), 0), self._directory.page_path(key)
@@ -201,7 +200,7 @@ class PageFiles(PathStore):
             status = os.lstat(path)
         except OSError:
             return None
-        if is_old(path, PackFile(place.pack), status, oldest_valid_ms):
+        if is_old(path, PackFile(place.pack), status, self._oldest()):
             # Another writer may have replaced it: then the page that is to be written exists.
             is_free = self._remove_expired_file(key[:IDENTITY_LENGTH], PackFile(place.pack), path, status)
         elif not (is_unreadable := self._failed_alone(key)) and status.st_size == size and stat.S_ISREG(status.st_mode):
@@ -213,32 +212,33 @@ class PageFiles(PathStore):
 
     def _pages_in(self, place: tuple[bytes, Pack]) -> Iterator[tuple[list[bytes], list[int]]]:
         identity, pack = place
-        if self._catalogue.look_for(identity, pack):
-            path, dead = self._catalogue.path(identity, pack)
+        known = self._catalogue.of(identity)
+        if known.look_for(pack):
+            path, dead = known.path(pack)
             keys = keys_in(path, identity, pack)
             told = [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
             yield told, [pack.page_bytes - HEADER_LENGTH] * len(told)
 
-    def _status(self, identity: bytes, pack: Pack, oldest_valid_ms: int) -> FoundPack | None:
+    def _status(self, known: IdentityPacks, pack: Pack) -> FoundPack | None:
         """None: it is not there under the name that was known; its bucket was read again."""
-        path, dead = self._catalogue.path(identity, pack)
+        path, dead = known.path(pack)
         try:
             status = os.lstat(path)
         except ABSENT:
-            self._catalogue.look_for(identity, pack)
+            known.look_for(pack)
             return None
         except OSError as error:
             self._count_error(error)
             return None
-        is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), oldest_valid_ms)
+        is_pack = stat.S_ISREG(status.st_mode) and not is_expired(milliseconds_of(pack.id), self._oldest())
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
-    def _runs(self, batch: PageBatch, *, again: bool = True) -> list[Run]:
+    def _runs(self, batch: PageBatch, *, again: bool) -> list[Run]:
         """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
-        ``PackCatalogue.find``."""
+        ``IdentityPacks.find``."""
         found: list[Run] = []
-        for _, positions in _by_identity(batch.keys):
-            in_packs = self._catalogue.find([batch.keys[i] for i in positions], again=again)
+        for identity, positions in _by_identity(batch.keys):
+            in_packs = self._catalogue.of(identity).find([batch.keys[i] for i in positions], again=again)
             places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
             of_identity = runs(places, PACK_BYTES)
             found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
@@ -246,38 +246,28 @@ class PageFiles(PathStore):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _read(self, batch: PageBatch) -> list[GetResult]:
-        oldest = oldest_valid_ms(self._ttl)
-        runs = self._runs(batch)
+    def _read(self, batch: PageBatch, attempts: int = _ATTEMPTS) -> list[GetResult]:
+        """``attempts``: how often to look again for pages that are not where they were expected."""
+        runs = self._runs(batch, again=attempts == _ATTEMPTS)
         results = [GetResult.MISS] * len(batch)
-        read = self._workers.run(len(runs), lambda number: self._read_run(runs[number], batch, oldest))
+        read = self._workers.run(len(runs), lambda number: self._read_file(runs[number], batch))
+        moved: list[int] = []
         for run, found in zip(runs, read, strict=True):
             for position, result in zip(run.members, found, strict=True):
+                if result is None:
+                    moved.append(position)
+                else:
+                    results[position] = result
+        if moved and attempts:
+            for position, result in zip(moved, self._read(batch.select(moved), attempts - 1), strict=True):
                 results[position] = result
         return results
 
-    def _read_run(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult]:
-        """Read the pages of a run into their memory."""
-        return [
-            self._look_again(batch, position, oldest_valid_ms) if result is None else result
-            for position, result in zip(run.members, self._read_file(run, batch, oldest_valid_ms), strict=True)
-        ]
-
-    def _look_again(self, batch: PageBatch, position: int, oldest_valid_ms: int) -> GetResult:
-        """A page that was not where it was expected: its pack was renamed or removed, or is that of another page."""
-        one = batch.select([position])
-        for _ in range(_ATTEMPTS):
-            (run,) = self._runs(one, again=False)
-            (result,) = self._read_file(run, one, oldest_valid_ms)
-            if result is not None:
-                return result
-        return GetResult.MISS
-
-    def _read_file(self, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
-        """None: the page is not there (any more): look again."""
+    def _read_file(self, run: Run, batch: PageBatch) -> list[GetResult | None]:
+        """Read the pages of a run into their memory. None for one that is not there (any more): look again."""
         pack, count, first = run.pack, len(run.members), batch.keys[run.members[0]]
-        identity = first[:IDENTITY_LENGTH]
-        path, dead = self._catalogue.path(identity, pack)
+        known = self._catalogue.of(first[:IDENTITY_LENGTH])
+        path, dead = known.path(pack)
         if dead >> run.first & (1 << count) - 1:
             # Taken away since it was found, as another thread has learned.
             return [None] * count
@@ -285,7 +275,7 @@ class PageFiles(PathStore):
             # O_NONBLOCK: opening a pipe that has the name would wait for its writer for ever.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except ABSENT:
-            self._catalogue.look_for(identity, pack)
+            known.look_for(pack)
             return [GetResult.MISS if is_alone(pack) else None] * count
         except OSError as error:
             if error.errno in _UNREADABLE:
@@ -298,11 +288,10 @@ class PageFiles(PathStore):
             if is_alone(pack):
                 if status.st_size != pack.page_bytes:
                     reason = "truncated" if status.st_size < pack.page_bytes else "longer"
-                    self._heal(first, Place(pack, 0), reason, status)
-                    return [GetResult.CORRUPT]
-            elif is_expired(milliseconds_of(pack.id), oldest_valid_ms):
+                    return self._no_page_file(run, batch, path, reason, status)
+            elif is_expired(milliseconds_of(pack.id), self._oldest()):
                 return [GetResult.MISS] * count
-            results = self._read_pages(fd, run, batch, oldest_valid_ms)
+            results = self._read_pages(fd, run, batch)
             if GetResult.HIT in results:
                 self._touch(fd, status)
             return results
@@ -315,23 +304,22 @@ class PageFiles(PathStore):
         self, run: Run, batch: PageBatch, path: str, reason: str, seen: os.stat_result | None = None
     ) -> list[GetResult | None]:
         """Free the name of a page alone that something else has. Nobody else wants a pack's name, and others may be
-        able to read it: it is absent to this process, and its pages are written anew."""
+        able to read it: its pages are absent to this process, and written anew."""
         first, count = batch.keys[run.members[0]], len(run.members)
         if is_alone(run.pack):
             self._heal(first, Place(run.pack, 0), reason, seen)
             return [GetResult.CORRUPT]
         self.metrics.add("corrupt", reason, count)
         self._look_over(None)
-        for number in range(count):
-            self._catalogue.forget_page(first[:IDENTITY_LENGTH], Place(run.pack, run.first + number))
+        self._catalogue.of(first[:IDENTITY_LENGTH]).index.forget_pages(run.pack.id, (1 << count) - 1 << run.first)
         logger.warning("tier %s: %s cannot be read (%s)", self.name, path, reason)
         return [GetResult.CORRUPT] * count
 
-    def _read_pages(self, fd: int, run: Run, batch: PageBatch, oldest_valid_ms: int) -> list[GetResult | None]:
+    def _read_pages(self, fd: int, run: Run, batch: PageBatch) -> list[GetResult | None]:
         page_bytes = run.pack.page_bytes
         one_by_one = [Run(run.pack, run.first + number, [member]) for number, member in enumerate(run.members)]
         if len(run.members) > 1 and any(HEADER_LENGTH + batch.sizes[i] != page_bytes for i in run.members):
-            return [self._read_pages(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
+            return [self._read_pages(fd, page, batch)[0] for page in one_by_one]
         headers = [bytearray(HEADER_LENGTH) for _ in run.members]
         buffers: list[memoryview] = []
         for header, member in zip(headers, run.members, strict=True):
@@ -341,28 +329,26 @@ class PageFiles(PathStore):
         except OSError as error:
             if len(run.members) > 1:
                 # One bad block is the misfortune of one page.
-                return [self._read_pages(fd, page, batch, oldest_valid_ms)[0] for page in one_by_one]
+                return [self._read_pages(fd, page, batch)[0] for page in one_by_one]
             return self._failed_read(run, batch, f"pack {run.pack.id}", error)
         return [
-            self._checked(fd, page, batch, header, filled - number * page_bytes, oldest_valid_ms)
+            self._checked(fd, page, batch, header, filled - number * page_bytes)
             for number, (page, header) in enumerate(zip(one_by_one, headers, strict=True))
         ]
 
-    def _checked(
-        self, fd: int, page: Run, batch: PageBatch, header: bytearray, filled: int, oldest_valid_ms: int
-    ) -> GetResult | None:
+    def _checked(self, fd: int, page: Run, batch: PageBatch, header: bytearray, filled: int) -> GetResult | None:
         """The result of one page whose header and segments were read; ``filled``: bytes of it."""
         pack, (member,), place = page.pack, page.members, Place(page.pack, page.first)
         key, segments = batch.keys[member], batch.buffers[member]
         reason = _reason(header, key, segments, filled, pack.page_bytes)
         if reason is None:
-            if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, oldest_valid_ms):
+            if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, self._oldest()):
                 return GetResult.MISS
             self._unreadable.discard((key, pack.id))
             return GetResult.HIT
         if not is_alone(pack) and _is_another_page(header, key):
             # Its short hash is the same.
-            self._catalogue.forget_page(key[:IDENTITY_LENGTH], place)
+            self._catalogue.of(key[:IDENTITY_LENGTH]).index.forget_pages(pack.id, place.mask)
             return None
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         elsewhere = [memoryview(bytearray(segment.nbytes)) for segment in segments]
@@ -403,7 +389,7 @@ class PageFiles(PathStore):
         named, demoted = set(map(short_hash_of, hashes)), 0
         for identity in self._directory.known_identities():
             keys = [identity + page_hash for page_hash in hashes]
-            packs = {found.path for found in self._find(keys, 0) if found is not None}
+            packs = {found.path for found in self._find(keys) if found is not None}
             for path in [*packs, *map(self._directory.page_path, keys)]:
                 found = PackFile.parse(os.path.basename(path))
                 if found is not None and named.issuperset(hashes_in(found)):
@@ -416,18 +402,12 @@ class PageFiles(PathStore):
 
     def _files_of(self, batch: PageBatch, positions: Sequence[int]) -> list[list[int]]:
         """Which pages share a file."""
-        alike: dict[tuple[bytes, int], list[int]] = {}
-        for position in positions:
-            alike.setdefault((batch.keys[position][:IDENTITY_LENGTH], batch.sizes[position]), []).append(position)
+        most_bytes = PACK_BYTES if self._capacity is None else min(PACK_BYTES, self._capacity // _SHARE)
         found: list[list[int]] = []
-        for (_, payload), pages in alike.items():
-            page_bytes = HEADER_LENGTH + payload
-            most = self._most_pages
-            if self._capacity is not None:
-                most = min(most, max(1, self._capacity // _SHARE // page_bytes))
-            if payload == 0 or page_bytes >= SMALL:
-                most = 1
-            found += [[pages[n] for n in part] for part in pack_format.portions([page_bytes] * len(pages), most)]
+        for _, members in _by_identity([batch.keys[position] for position in positions]):
+            mine = [positions[member] for member in members]
+            page_bytes = [HEADER_LENGTH + batch.sizes[position] for position in mine]
+            found += [[mine[n] for n in part] for part in portions(page_bytes, self._most_pages, most_bytes)]
         return found
 
     def _write_file(self, batch: PageBatch, positions: Sequence[int]) -> tuple[SetResult | OSError, int]:
@@ -447,9 +427,9 @@ class PageFiles(PathStore):
             pack = Pack.of_keys(new_id(int(time.time() * 1000)), page_bytes, keys)
             buffers.append(memoryview(encode_footer(keys, page_bytes)))
         length = PackFile(pack).length
-        added = 0
+        known, added = self._catalogue.of(identity), 0
         for attempt in range(1, _ATTEMPTS + 1):
-            bucket = pack.id[:2] if is_alone(pack) else self._catalogue.bucket_for_writing(identity)
+            bucket = pack.id[:2] if is_alone(pack) else known.bucket_for_writing()
             path = f"{self._directory.identity_path(identity)}/{bucket}/{file_name(pack, 0)}"
             try:
                 for made in self._directory.create_parent(path):
@@ -465,11 +445,12 @@ class PageFiles(PathStore):
                 if attempt == _ATTEMPTS or is_alone(pack) or error.errno not in (errno.EACCES, errno.EPERM):
                     return error, added
                 # Made by another account, perhaps.
-                self._catalogue.refuse(identity, bucket)
+                known.refused.add(bucket)
             else:
                 self._unreadable.difference_update((key, pack.id) for key in keys)
                 if not is_alone(pack):
-                    self._catalogue.add(identity, pack, bucket)
+                    # Not ``known``: the identity may have been cleared meanwhile.
+                    self._catalogue.of(identity).add(PackFile(pack), bucket)
                 return SetResult.STORED, added + occupied(length)
         raise AssertionError("unreachable")
 
@@ -503,8 +484,9 @@ class PageFiles(PathStore):
         """Take a page away, out of every pack that it is in and alone; with ``page_seal`` only the copies that have
         this ``envelope.page_seal``. Whether there was one. Never raises OSError."""
         identity, removed = key[:IDENTITY_LENGTH], False
-        for place in [*self._catalogue.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
-            header, seen = header_at(self._catalogue.path(identity, place.pack)[0], place.offset)
+        known = self._catalogue.of(identity)
+        for place in [*known.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
+            header, seen = header_at(known.path(place.pack)[0], place.offset)
             if page_seal is None:
                 # The name of a page alone is to be free, whatever has it.
                 is_wanted, seen = header is None or not _is_another_page(header, key), None
@@ -516,26 +498,26 @@ class PageFiles(PathStore):
                 self._count_error(error)
         return removed
 
-    def _make_way(self, sizes: Mapping[bytes, int], oldest_valid_ms: int) -> None:
+    def _make_way(self, sizes: Mapping[bytes, int]) -> None:
         """Take pages that are about to be written, key and bytes, out of the packs that they cannot be read from:
         readers look into packs first. Never raises OSError."""
         keys = list(sizes)
         for identity, positions in _by_identity(keys):
-            wanted = [keys[position] for position in positions]
-            for key, place in zip(wanted, self._catalogue.find(wanted, again=False), strict=True):
-                for each in self._catalogue.find_all(key) if place is not None else ():
-                    found = self._status(identity, each.pack, oldest_valid_ms)
+            wanted, known = [keys[position] for position in positions], self._catalogue.of(identity)
+            for key, place in zip(wanted, known.find(wanted, again=False), strict=True):
+                for each in known.find_all(key) if place is not None else ():
+                    found = self._status(known, each.pack)
                     # Another writer may just have stored it: that one stays.
                     if found is None or (found.page_bytes == sizes[key] and self._is_readable(key, each, found)):
                         continue
-                    if is_expired(milliseconds_of(each.pack.id), oldest_valid_ms):
+                    if is_expired(milliseconds_of(each.pack.id), self._oldest()):
                         self._remove_expired_file(identity, PackFile(each.pack, found.dead), found.path, found.status)
                         continue
                     try:
                         self._take_away(identity, each)
                     except OSError as error:
                         self._count_error(error)
-                        self._catalogue.forget_page(identity, each)
+                        known.index.forget_pages(each.pack.id, each.mask)
 
     def _heal(self, key: bytes, place: Place, reason: str, seen: os.stat_result | None = None) -> bool:
         """Take a page away that is not the page its name says; False when it stays.
@@ -543,8 +525,9 @@ class PageFiles(PathStore):
         ``seen``: the status of the file of a page alone; one that has replaced it since is left alone.
         """
         identity, pack = key[:IDENTITY_LENGTH], place.pack
+        known = self._catalogue.of(identity)
         self.metrics.add("corrupt", reason)
-        what = f"page {place.position} of {self._catalogue.path(identity, pack)[0]}"
+        what = f"page {place.position} of {known.path(pack)[0]}"
         is_gone = True
         try:
             self._take_away(identity, place, seen)
@@ -556,7 +539,7 @@ class PageFiles(PathStore):
                 is_gone = False
             else:
                 # Absent to this process: the page is written into another one.
-                self._catalogue.forget_page(identity, place)
+                known.index.forget_pages(pack.id, place.mask)
         else:
             self._unreadable.discard((key, pack.id))
             self._bad_log.log(
@@ -567,24 +550,25 @@ class PageFiles(PathStore):
 
     def _take_away(self, identity: bytes, place: Place, seen: os.stat_result | None = None) -> bool:
         """Whether the page was there until now. ``seen``: as for ``_heal``. Raises OSError."""
-        pack = place.pack
+        known, pack = self._catalogue.of(identity), place.pack
         for _ in range(_ATTEMPTS):
-            path, dead = self._catalogue.path(identity, pack)
+            path, dead = known.path(pack)
             if dead & place.mask:
                 return False
             left = dead | place.mask
             try:
                 if left == pack.all_dead:
                     self._unlink(PackFile(pack), path, seen if is_alone(pack) else None)
-                    self._catalogue.forget(identity, pack)
+                    known.forget(pack.id)
                 else:
                     # A count that lists the bucket now may miss the pack, or meet it twice.
+                    directory = os.path.dirname(path)
                     with self._usage.detaching():
-                        os.rename(path, f"{path.rpartition('/')[0]}/{file_name(pack, left)}")
-                    self._catalogue.kill(identity, pack, left)
+                        os.rename(path, f"{directory}/{file_name(pack, left)}")
+                    known.add(PackFile(pack, left), os.path.basename(directory))
             except ABSENT:
                 # Others renamed or removed it.
-                if not self._catalogue.look_for(identity, pack):
+                if not known.look_for(pack):
                     return False
             else:
                 return True
@@ -607,11 +591,11 @@ class PageFiles(PathStore):
         except OSError as error:
             self._count_error(error)
             return False
-        self._catalogue.forget(identity, found.pack)
+        self._catalogue.of(identity).forget(found.pack.id)
         self.metrics.add("evicted", "ttl", len(found.living))
         return True
 
-    def _remove_expired(self, loop: BackgroundLoop, oldest_valid_ms: int) -> int:
+    def _remove_expired(self, loop: BackgroundLoop) -> int:
         """Delete the files written before, until ``loop`` is stopped; how many pages that were."""
         removed = 0
         for place in self._directory.file_directories():
@@ -622,11 +606,11 @@ class PageFiles(PathStore):
                     return removed
                 with suppress(OSError):
                     status = os.lstat(entry.path)
-                    if is_old(entry.path, found, status, oldest_valid_ms):
+                    if is_old(entry.path, found, status, self._oldest()):
                         removed += len(found.living) * self._remove_expired_file(identity, found, entry.path, status)
             if removed > before and BUCKET_NAME.fullmatch(name):
                 with self._usage.removing() as removal:
-                    removal.freed = self._directory.remove_if_empty([place])
+                    removal.freed = remove_directory(place)
         return removed
 
     def _remember_unreadable(self, key: bytes, pack: Pack) -> None:

@@ -38,7 +38,7 @@ from hicache_ext.storage.contract.base import error_reason
 from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import PageBatch, SetResult
-from hicache_ext.storage.tiers.file.pages.catalogue import Contents, blocks_in, read_contents
+from hicache_ext.storage.tiers.file.pages.directory import remove_directory
 from hicache_ext.storage.tiers.file.pages.packs import PageFiles
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
@@ -51,7 +51,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     page_files,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal
 
@@ -112,7 +112,8 @@ class PageFileStore(PageFiles):
 
     @no_space_since.setter
     def no_space_since(self, since: int) -> None:
-        self._usage.note_no_space(since)
+        with self._usage.locked() as record:
+            record.no_space_since = since
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         if tenants.in_force() is not None:
@@ -124,7 +125,6 @@ class PageFileStore(PageFiles):
         self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evicted_age = evicted_age
         self._undeletable: set[str] = set()
-        self._contents: dict[bytes, Contents] = {}
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
         self._full_at = 0
@@ -134,11 +134,10 @@ class PageFileStore(PageFiles):
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         super()._register(digest, document)
-        self._catalogue.prepare(digest)
+        self._catalogue.of(digest)
 
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        self._contents[digest] = read_contents(self._directory, digest, self._contents.get(digest, {}))
-        return blocks_in(self._contents[digest])
+        return self._catalogue.of(digest).blocks()
 
     def resize(self, capacity: int | None) -> None:
         """Pages beyond the capacity are evicted by the next write."""
@@ -171,10 +170,10 @@ class PageFileStore(PageFiles):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _write_absent(self, batch: PageBatch) -> list[SetResult]:
-        sizes, oldest = [HEADER_LENGTH + size for size in batch.sizes], oldest_valid_ms(self._ttl)
+        sizes = [HEADER_LENGTH + size for size in batch.sizes]
         results = [SetResult.REJECTED] * len(batch)
         missing: dict[bytes, int] = {}
-        in_packs = self._find(batch.keys, oldest)
+        in_packs = self._find(batch.keys)
         for pack in {found.path: found for found in in_packs if found is not None}.values():
             self._touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
@@ -182,7 +181,7 @@ class PageFileStore(PageFiles):
             if found is not None and found.page_bytes == size:
                 results[position] = SetResult.EXISTS
                 continue
-            match self._find_alone(key, size, oldest):
+            match self._find_alone(key, size):
                 case None:
                     # A page that the batch has twice is written once.
                     missing.setdefault(key, position)
@@ -193,7 +192,7 @@ class PageFileStore(PageFiles):
         if time.monotonic() < self._no_writes_until:
             self.metrics.add("rejected", "no_space", len(missing))
             return results
-        self._make_way({key: sizes[position] for key, position in missing.items()}, oldest)
+        self._make_way({key: sizes[position] for key, position in missing.items()})
         self._set_missing(batch, sizes, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):
@@ -275,14 +274,12 @@ class PageFileStore(PageFiles):
 
     def _look_for_space(self) -> None:
         """Whether a write that went through has shown that there is space again: what eviction freed is none."""
-        before = self._full_at
-        if not before:
-            # Another process or an earlier one found the file system full: from here on it is seen whether pages grow.
-            self._note_size()
-            return
         try:
-            has_changed = not _CLEARED_SHARE * before < self.used_bytes() <= _GROWN_SHARE * before
-            if has_changed and self._note_space(None):
+            before, used = self._full_at, self.used_bytes()
+            if not before:
+                # Another process or an earlier one found it full: from here on it is seen whether pages grow.
+                self._full_at = used
+            elif not _CLEARED_SHARE * before < used <= _GROWN_SHARE * before and self._note_space(None):
                 self._times_full = 0
         except OSError as error:
             self._count_error(error)
@@ -353,18 +350,26 @@ class PageFileStore(PageFiles):
         quick_until = time.monotonic() + _QUICK
         buckets: set[str] = set()
         try:
-            for used, path, size, found in self._oldest():
+            for used, path, size, found in self._candidates():
                 if freed >= need and files >= least_files and (freed >= share or time.monotonic() > quick_until):
                     break
-                if self._evicted(path):
-                    freed += size
-                    files += 1
-                    if not is_alone(found.pack):
-                        buckets.add(os.path.dirname(path))
-                    if used:  # A page that was demoted (packs.py) was used nobody knows when.
-                        self._evicted_age.note(max(0.0, time.time() - used))
-                    self.metrics.add("evicted", "capacity", len(found.living))
-            freed += self._directory.remove_if_empty(buckets)
+                try:
+                    os.unlink(path)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    # One file that cannot be removed must not stop eviction for ever.
+                    self._undeletable.add(path)
+                    self.metrics.add("error", error_reason(error))
+                    continue
+                freed += size
+                files += 1
+                if not is_alone(found.pack):
+                    buckets.add(os.path.dirname(path))
+                if used:  # A page that was demoted (packs.py) was used nobody knows when.
+                    self._evicted_age.note(max(0.0, time.time() - used))
+                self.metrics.add("evicted", "capacity", len(found.living))
+            freed += sum(map(remove_directory, buckets))
             if freed < need:
                 # Empty directories of old identities would take the space of pages in a small capacity.
                 freed += self._directory.remove_empty_directories()
@@ -375,7 +380,7 @@ class PageFileStore(PageFiles):
         self.metrics.add("bytes", "evicted", freed)
         return freed
 
-    def _oldest(self) -> Iterator[_Candidate]:
+    def _candidates(self) -> Iterator[_Candidate]:
         """The files to remove, in this order, until there are none."""
         spared = set(map(short_hash_of, self.pins.spared()))
         for _ in range(_PASSES):
@@ -410,18 +415,6 @@ class PageFileStore(PageFiles):
                 break
         return sample
 
-    def _evicted(self, path: str) -> bool:
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            # One file that cannot be removed must not stop eviction for ever.
-            self._undeletable.add(path)
-            self.metrics.add("error", error_reason(error))
-            return False
-        return True
-
     # -- upkeep --------------------------------------------------------------------------------------------------------
 
     def _begin_upkeep(self) -> None:
@@ -450,7 +443,10 @@ class PageFileStore(PageFiles):
             if (is_due or not self._first_upkeep.is_set() or self._usage.in_doubt()) and self._turn.try_acquire():
                 try:
                     if is_due:
-                        self._sweep()
+                        self._sweep_at = time.monotonic() + self._sweep_interval
+                        if removed := self._remove_expired(self._upkeep):
+                            path = self._directory.path
+                            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, path)
                     self._put_right()
                 finally:
                     self._turn.release()
@@ -459,11 +455,6 @@ class PageFileStore(PageFiles):
         finally:
             self._first_upkeep.set()
         return min(_UPKEEP_INTERVAL, self._sweep_interval)
-
-    def _sweep(self) -> None:
-        self._sweep_at = time.monotonic() + self._sweep_interval
-        if removed := self._remove_expired(self._upkeep, oldest_valid_ms(self._ttl)):
-            logger.info("tier %s: %d expired pages of %s removed", self.name, removed, self._directory.path)
 
     def _put_right(self) -> None:
         self._directory.remove_left_overs()

@@ -225,20 +225,17 @@ class PageTree(Inspector):
         for directory in sorted(self.file_directories()):
             identity = bytes.fromhex(Path(directory).parent.name)
             for file, found in sorted((entry.path, found) for entry, found in page_files(directory)):
-                yield from self._pages_of(file, identity, found)
-
-    def _pages_of(self, file: str, identity: bytes, found: PackFile) -> Iterator[StoredPage]:
-        try:
-            status, keys = os.lstat(file), keys_in(file, identity, found.pack)
-        except ABSENT:
-            return
-        # When a page alone was written only its header tells.
-        written = None if is_alone(found.pack) else milliseconds_of(found.pack.id) / 1000
-        size = status.st_size if is_alone(found.pack) else found.pack.page_bytes
-        for position in found.living:
-            # Without a key nobody can ask for it.
-            if (key := keys[position]) is not None:
-                yield StoredPage(key, size, status.st_mtime, written, place=(file, found.pack, position))
+                try:
+                    status, keys = os.lstat(file), keys_in(file, identity, found.pack)
+                except ABSENT:
+                    continue
+                # When a page alone was written only its header tells.
+                written = None if is_alone(found.pack) else milliseconds_of(found.pack.id) / 1000
+                size = status.st_size if is_alone(found.pack) else found.pack.page_bytes
+                for position in found.living:
+                    # Without a key nobody can ask for it.
+                    if (key := keys[position]) is not None:
+                        yield StoredPage(key, size, status.st_mtime, written, place=(file, found.pack, position))
 
     def _content(self, page: StoredPage) -> bytes | None:
         path, pack, position = page.place

@@ -32,7 +32,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
-from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, oldest_valid_ms
+from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
@@ -527,10 +527,6 @@ class SlabStore(PathStore):
             raise ClearLaterError(str(failed))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
-
-    def _oldest(self) -> int:
-        """Pages written before this (wall-clock milliseconds) are expired; 0 without a ttl."""
-        return 0 if self._ttl is None else max(0, oldest_valid_ms(self._ttl))
 
     def _count_failed(self, moved: Moved) -> Sequence[int]:
         """The positions of the pages that the disk failed, once what it said is counted."""
