@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
 
-Observer = Callable[[str, float], None]
-"""Called with an operation and its seconds, on the thread that measured them."""
+_MOST_LATENCIES = 1 << 14
+"""That wait for an exporter, which takes them each second; where there is none, the oldest ones are dropped."""
 
 
 class TierMetrics:
     """Monotonic counters of one tier, keyed (event, reason), e.g. ("get", "hit") or ("corrupt", "checksum").
 
-    Also levels (bytes in a queue) and latencies of whole calls, which go to who watches. Thread-safe. ``add`` costs
-    about a microsecond; callers add per batch, not per page, where they can.
+    Also levels (bytes in a queue) and latencies of whole calls. Thread-safe. ``add`` costs about a microsecond; callers
+    add per batch, not per page, where they can.
 
     Counters of something that is no tier (the pull rule, the decode writer) have a ``prefix`` for the exported names.
     """
@@ -34,7 +34,7 @@ class TierMetrics:
         self._taken: dict[tuple[str, str], int] = {}
         self._levels: dict[tuple[str, str], float] = {}
         self._calls: Counter[str] = Counter()
-        self._observers: tuple[Observer, ...] = ()
+        self._latencies: deque[tuple[str, float]] = deque(maxlen=_MOST_LATENCIES)
 
     def declare(self, counts: Mapping[str, Iterable[str]], operations: Iterable[str] = ()) -> None:
         """Create these counts (event -> reasons) and the latencies of these operations at 0.
@@ -97,22 +97,19 @@ class TierMetrics:
         """One call of ``operation`` took ``seconds``."""
         with self._lock:
             self._calls[operation] += 1
-        for observer in self._observers:
-            observer(operation, seconds)
+            self._latencies.append((operation, seconds))
 
     def calls(self) -> dict[str, int]:
         """How many calls of each operation were observed."""
         with self._lock:
             return dict(self._calls)
 
-    def watch(self, observer: Observer) -> None:
-        """Call ``observer`` with every later observation; it must be quick and never raise."""
+    def take_latencies(self) -> list[tuple[str, float]]:
+        """Operation and seconds of each call since the last time. For one exporter."""
         with self._lock:
-            self._observers = (*self._observers, observer)
-
-    def unwatch(self, observer: Observer) -> None:
-        with self._lock:
-            self._observers = tuple(known for known in self._observers if known != observer)
+            latencies = list(self._latencies)
+            self._latencies.clear()
+        return latencies
 
 
 class TransferSamples:
