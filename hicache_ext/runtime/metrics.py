@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
@@ -31,7 +31,7 @@ class TierMetrics:
         self.prefix = prefix
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._taken: dict[tuple[str, str], int] = {}
+        self._passed_on: dict[tuple[str, str], int] = {}
         self._levels: dict[tuple[str, str], float] = {}
         self._calls: Counter[str] = Counter()
         self._latencies: deque[tuple[str, float]] = deque(maxlen=_MOST_LATENCIES)
@@ -69,20 +69,16 @@ class TierMetrics:
         with self._lock:
             return dict(self._counts)
 
-    def take_growth(self) -> dict[tuple[str, str], int]:
-        """What was counted since the last call. For one exporter: nothing is returned twice.
+    def pass_on_growth(self, pass_on: Callable[[str, str, int], None]) -> None:
+        """Call ``pass_on(event, reason, amount)`` with what was counted since the last time. For one exporter: nothing
+        comes twice, and what ``pass_on`` raises for comes the next time.
 
-        A new count is among them even at 0, so that its series exists from the start.
+        A new count is passed on even at 0, so that its series exists from the start.
         """
-        with self._lock:
-            before, self._taken = self._taken, dict(self._counts)
-        return {key: count - before.get(key, 0) for key, count in self._taken.items() if count != before.get(key)}
-
-    def give_back_growth(self, growth: Mapping[tuple[str, str], int]) -> None:
-        """What the exporter has taken and could not pass on: it is taken again."""
-        with self._lock:
-            for key, grown in growth.items():
-                self._taken[key] = self._taken.get(key, 0) - grown
+        for key, count in self.snapshot().items():
+            if count != (before := self._passed_on.get(key)):
+                pass_on(*key, count - (before or 0))
+                self._passed_on[key] = count
 
     def set_level(self, name: str, reason: str, value: float) -> None:
         """Something that goes up and down: ("queue_bytes", "promotion")."""

@@ -161,13 +161,10 @@ class Exporter:
         self._exported = sources
 
     def _export_counts(self, metrics: TierMetrics) -> None:
-        growth = metrics.take_growth()
-        try:
-            for (event, reason), grown in list(growth.items()):
-                self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(grown)
-                del growth[event, reason]
-        finally:
-            metrics.give_back_growth(growth)
+        def pass_on(event: str, reason: str, amount: int) -> None:
+            self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(amount)
+
+        metrics.pass_on_growth(pass_on)
         latencies = metrics.take_latencies()
         # Also of calls that were only declared: a series is there before its first event.
         histograms = {name: self._child(_histogram(), metrics, operation=name) for name in metrics.calls()}
