@@ -165,11 +165,6 @@ class Prefetcher:
             self._forget([key for key in itertools.chain(self._pages, *self._plans.values()) if wanted(key)])
             self._go_on()
 
-    def inside(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are in the buffer."""
-        with self._condition:
-            return [fetch.under_way for fetch in map(self._pages.get, keys) if fetch is not None].count(False)
-
     # -- foreground reads ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
