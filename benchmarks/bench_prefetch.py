@@ -54,6 +54,7 @@ from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
 from tests.rigs.faults import PageStoreWrapper
+from tests.waiting import count_fetched
 
 PAGE_SIZE = 16
 MOST_PAGES_A_CALL = 128
@@ -118,7 +119,7 @@ class OurReader:
         return self._store.count_leading(keys)
 
     def inside(self, keys: Sequence[bytes]) -> int:
-        return self._store.prefetcher.inside(keys)
+        return count_fetched(self._store.prefetcher, keys)
 
     def read(self, keys: Sequence[bytes], memory: npt.NDArray[np.uint8]) -> int:
         return self._store.get(PageBatch(keys, self._host.segments(memory))).count(GetResult.HIT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,12 @@ def wait_until(condition: Callable[[], Any], what: str = "what the test waits fo
         assert time.monotonic() - began < seconds, f"{what}: not there after {seconds:g} s"
         time.sleep(0.01)
     return time.monotonic() - began
+
+
+def count_fetched(prefetcher: Any, keys: Sequence[bytes]) -> int:
+    """How many of these pages are in the buffer of a prefetch."""
+    with prefetcher._condition:
+        return [fetch.under_way for fetch in map(prefetcher._pages.get, keys) if fetch is not None].count(False)
 
 
 def ending_within(seconds: float) -> AbstractContextManager[None]:

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
 
-Observer = Callable[[str, float], None]
-"""Called with an operation and its seconds, on the thread that measured them."""
+_MOST_LATENCIES = 1 << 14
+"""That wait for an exporter, which takes them each second; where there is none, the oldest ones are dropped."""
 
 
 class TierMetrics:
     """Monotonic counters of one tier, keyed (event, reason), e.g. ("get", "hit") or ("corrupt", "checksum").
 
-    Also levels (bytes in a queue) and latencies of whole calls, which go to who watches. Thread-safe. ``add`` costs
-    about a microsecond; callers add per batch, not per page, where they can.
+    Also levels (bytes in a queue) and latencies of whole calls. Thread-safe. ``add`` costs about a microsecond; callers
+    add per batch, not per page, where they can.
 
     Counters of something that is no tier (the pull rule, the decode writer) have a ``prefix`` for the exported names.
     """
@@ -31,10 +31,10 @@ class TierMetrics:
         self.prefix = prefix
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._taken: dict[tuple[str, str], int] = {}
+        self._passed_on: dict[tuple[str, str], int] = {}
         self._levels: dict[tuple[str, str], float] = {}
         self._calls: Counter[str] = Counter()
-        self._observers: tuple[Observer, ...] = ()
+        self._latencies: deque[tuple[str, float]] = deque(maxlen=_MOST_LATENCIES)
 
     def declare(self, counts: Mapping[str, Iterable[str]], operations: Iterable[str] = ()) -> None:
         """Create these counts (event -> reasons) and the latencies of these operations at 0.
@@ -69,20 +69,16 @@ class TierMetrics:
         with self._lock:
             return dict(self._counts)
 
-    def take_growth(self) -> dict[tuple[str, str], int]:
-        """What was counted since the last call. For one exporter: nothing is returned twice.
+    def pass_on_growth(self, pass_on: Callable[[str, str, int], None]) -> None:
+        """Call ``pass_on(event, reason, amount)`` with what was counted since the last time. For one exporter: nothing
+        comes twice, and what ``pass_on`` raises for comes the next time.
 
-        A new count is among them even at 0, so that its series exists from the start.
+        A new count is passed on even at 0, so that its series exists from the start.
         """
-        with self._lock:
-            before, self._taken = self._taken, dict(self._counts)
-        return {key: count - before.get(key, 0) for key, count in self._taken.items() if count != before.get(key)}
-
-    def give_back_growth(self, growth: Mapping[tuple[str, str], int]) -> None:
-        """What the exporter has taken and could not pass on: it is taken again."""
-        with self._lock:
-            for key, grown in growth.items():
-                self._taken[key] = self._taken.get(key, 0) - grown
+        for key, count in self.snapshot().items():
+            if count != (before := self._passed_on.get(key)):
+                pass_on(*key, count - (before or 0))
+                self._passed_on[key] = count
 
     def set_level(self, name: str, reason: str, value: float) -> None:
         """Something that goes up and down: ("queue_bytes", "promotion")."""
@@ -97,22 +93,19 @@ class TierMetrics:
         """One call of ``operation`` took ``seconds``."""
         with self._lock:
             self._calls[operation] += 1
-        for observer in self._observers:
-            observer(operation, seconds)
+            self._latencies.append((operation, seconds))
 
     def calls(self) -> dict[str, int]:
         """How many calls of each operation were observed."""
         with self._lock:
             return dict(self._calls)
 
-    def watch(self, observer: Observer) -> None:
-        """Call ``observer`` with every later observation; it must be quick and never raise."""
+    def take_latencies(self) -> list[tuple[str, float]]:
+        """Operation and seconds of each call since the last time. For one exporter."""
         with self._lock:
-            self._observers = (*self._observers, observer)
-
-    def unwatch(self, observer: Observer) -> None:
-        with self._lock:
-            self._observers = tuple(known for known in self._observers if known != observer)
+            latencies = list(self._latencies)
+            self._latencies.clear()
+        return latencies
 
 
 class TransferSamples:

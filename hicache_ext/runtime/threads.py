@@ -117,10 +117,6 @@ class Call(Generic[Result]):
         self._late = False
 
     @property
-    def over(self) -> bool:
-        return self._over
-
-    @property
     def ended(self) -> bool:
         """Whether nothing of it is running or still to begin."""
         with self._changed:

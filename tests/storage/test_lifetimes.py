@@ -33,7 +33,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.storage.guards.hung import guard
-from tests.waiting import wait_until
+from tests.waiting import count_fetched, wait_until
 
 LONG = 60.0
 
@@ -460,7 +460,7 @@ def test_what_is_read_while_pages_are_removed_does_not_bring_them_back(held: Cal
         assert_hits(store, keys)
     else:
         assert store.count_leading(keys) == 3
-        wait_until(lambda: store.prefetcher.inside(keys) == 3)
+        wait_until(lambda: count_fetched(store.prefetcher, keys) == 3)
     far.go_on.set()
     remover.join(LONG)
     assert store.wait_until_written(LONG)
@@ -644,7 +644,7 @@ def test_a_tier_that_hangs_stops_the_prefetch_of_no_other(held: Callable[..., He
     assert store.count_leading(far) == 200
     wait_until(lambda: "get" in hung.entered)
     assert store.count_leading(further) == 50
-    wait_until(lambda: store.prefetcher.inside(further) == 50)
+    wait_until(lambda: count_fetched(store.prefetcher, further) == 50)
     hung.go_on.set()
     store.close()
 
@@ -694,7 +694,7 @@ def test_a_tier_that_hangs_leaves_their_part_of_the_buffer_to_others(held: Calla
     store.count_leading(far)
     wait_until(lambda: "get" in hung.entered)
     assert store.count_leading(further) == 40
-    wait_until(lambda: store.prefetcher.inside(further) == 40)
+    wait_until(lambda: count_fetched(store.prefetcher, further) == 40)
     hung.go_on.set()
     store.close()
 
@@ -736,7 +736,7 @@ def test_threads_of_the_prefetch_that_have_nothing_to_do_do_not_wake_each_other(
     keys = page_keys(5)
     store_pages(far, keys)
     assert store.count_leading(keys) == 5
-    wait_until(lambda: store.prefetcher.inside(keys) == 5)
+    wait_until(lambda: count_fetched(store.prefetcher, keys) == 5)
     looks: list[None] = []
     real = store.prefetcher._expire
     store.prefetcher._expire = lambda now: (looks.append(None), real(now))[1]  # type: ignore[method-assign]
@@ -785,8 +785,15 @@ def test_the_counts_of_an_export_that_fails_are_not_lost() -> None:
     metrics = TierMetrics("t")
     metrics.add("get", "hit", 5)
     metrics.add("get", "miss", 7)
-    growth = metrics.take_growth()
-    growth.pop(("get", "hit"))
-    metrics.give_back_growth(growth)
+    passed_on: list[tuple[str, str, int]] = []
+
+    def no_room_for_misses(event: str, reason: str, amount: int) -> None:
+        if reason == "miss":
+            raise OSError("no room")
+        passed_on.append((event, reason, amount))
+
+    with pytest.raises(OSError, match="no room"):
+        metrics.pass_on_growth(no_room_for_misses)
     metrics.add("get", "miss", 1)
-    assert metrics.take_growth() == {("get", "miss"): 8}
+    metrics.pass_on_growth(lambda *counted: passed_on.append(counted))
+    assert passed_on == [("get", "hit", 5), ("get", "miss", 8)]

@@ -22,7 +22,7 @@ from hicache_ext.testing.conformance.pages import (
     store_pages,
 )
 from tests.storage.test_tiered import Recording
-from tests.waiting import wait_until
+from tests.waiting import count_fetched, wait_until
 
 SIZE = 1000
 
@@ -99,7 +99,7 @@ def test_a_hit_of_exists_brings_the_pages_in_before_they_are_read(tiered, near, 
     keys = page_keys(100)
     store_pages(far.inner, keys)
     assert tiered.count_leading(keys) == 100
-    wait_until(lambda: tiered.prefetcher.inside(keys) == 100)
+    wait_until(lambda: count_fetched(tiered.prefetcher, keys) == 100)
     far.asked.clear()
     assert_hits(tiered, keys)
     assert far.of("get") == []
@@ -111,7 +111,7 @@ def test_prefetched_pages_that_are_read_are_promoted_like_any_other(tiered, near
     keys = page_keys(10)
     store_pages(far.inner, keys)
     tiered.count_leading(keys)
-    wait_until(lambda: tiered.prefetcher.inside(keys) == 10)
+    wait_until(lambda: count_fetched(tiered.prefetcher, keys) == 10)
     assert not near.inner.objects
     assert_hits(tiered, keys)
     assert tiered.wait_until_written(30)
@@ -123,7 +123,7 @@ def test_only_pages_that_are_further_out_are_fetched(tiered, near, far):
     store_pages(near.inner, keys[:6])
     store_pages(far.inner, keys)
     tiered.count_leading(keys)
-    wait_until(lambda: tiered.prefetcher.inside(keys) == 4)
+    wait_until(lambda: count_fetched(tiered.prefetcher, keys) == 4)
     assert {key for keys_asked in far.of("get") for key in keys_asked} == set(keys[6:])
     assert near.of("get") == []
 
@@ -132,7 +132,7 @@ def test_pages_past_the_leading_run_are_not_fetched(tiered, far):
     keys = page_keys(10)
     store_pages(far.inner, keys[:3] + keys[4:])
     assert tiered.count_leading(keys) == 3
-    wait_until(lambda: tiered.prefetcher.inside(keys) == 3)
+    wait_until(lambda: count_fetched(tiered.prefetcher, keys) == 3)
     assert {key for asked in far.of("get") for key in asked} == set(keys[:3])
 
 
@@ -142,7 +142,7 @@ def test_pages_are_fetched_in_the_order_of_the_chain(open_prefetcher, far):
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys[:50])
     announce(prefetcher, far, keys[50:])
-    wait_until(lambda: prefetcher.inside(keys) == 90)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 90)
     assert [key for asked in far.of("get") for key in asked] == keys
 
 
@@ -175,7 +175,7 @@ def test_a_demand_read_takes_over_what_is_only_planned(open_prefetcher, far):
         # Nor is it announced again while foreground reads it.
         announce(prefetcher, far, keys)
     far.hold.set()
-    wait_until(lambda: prefetcher.inside(keys) == 32)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 32)
     prefetcher.close()
     assert [key for asked in far.of("get") for key in asked] == keys[:32]
     assert far.metrics.value("prefetch", "overtaken") == 32
@@ -203,11 +203,11 @@ def test_the_buffer_is_never_exceeded_and_what_waits_is_fetched_when_there_is_ro
     keys = page_keys(12)
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 5)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 5)
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 5 * SIZE
     assert take(prefetcher, keys[:5])[0] == [GetResult.HIT] * 5
     wait_until(lambda: far.metrics.value("prefetch", "fetched") == 10)
-    wait_until(lambda: prefetcher.inside(keys[5:10]) == 5)
+    wait_until(lambda: count_fetched(prefetcher, keys[5:10]) == 5)
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 5 * SIZE
 
 
@@ -216,7 +216,7 @@ def test_a_page_nobody_reads_expires_and_is_counted_as_wasted(open_prefetcher, f
     keys = page_keys(6)
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 6)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 6)
     assert take(prefetcher, keys[:2])[0] == [GetResult.HIT] * 2
     clock.now = 31
     assert take(prefetcher, keys[2:])[0] == [None] * 4
@@ -232,13 +232,13 @@ def test_a_page_is_kept_for_every_request_that_found_it_until_its_room_is_needed
         store_pages(far.inner, some)
     announce(prefetcher, far, keys)
     announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 3)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 3)
     for _ in range(3):
         assert take(prefetcher, keys)[0] == [GetResult.HIT] * 3
-    assert prefetcher.inside(keys) == 3
+    assert count_fetched(prefetcher, keys) == 3
     announce(prefetcher, far, others)
-    wait_until(lambda: prefetcher.inside(others) == 3)
-    assert prefetcher.inside(keys) == 0
+    wait_until(lambda: count_fetched(prefetcher, others) == 3)
+    assert count_fetched(prefetcher, keys) == 0
     assert take(prefetcher, others)[0] == [GetResult.HIT] * 3
     clock.now = 31.0
     assert take(prefetcher, others)[0] == [None] * 3
@@ -251,7 +251,7 @@ def test_a_page_that_is_asked_for_twice_in_one_read_is_there_twice(open_prefetch
     keys = page_keys(2)
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 2)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 2)
     asked = [keys[0], keys[1], keys[0]]
     host = HostPages([[SIZE]] * 3)
     with prefetcher.reading(asked) as (pages, _):
@@ -271,7 +271,7 @@ def test_a_page_that_two_tiers_have_is_fetched_from_the_first_that_was_announced
     announce(prefetcher, near, keys)
     announce(prefetcher, near, [])
     far.hold.set()
-    wait_until(lambda: prefetcher.inside(keys) == 64)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 64)
     prefetcher.close()
     assert [key for asked in far.of("get") for key in asked] == keys
     assert near.of("get") == []
@@ -296,7 +296,7 @@ def test_pages_that_were_announced_twice_and_dropped_are_fetched_when_they_are_f
         prefetcher.forget(lambda key: True)
     far.hold.set()
     announce(prefetcher, near, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 64)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 64)
     assert take(prefetcher, keys)[0] == [GetResult.HIT] * 64
 
 
@@ -307,16 +307,16 @@ def test_pages_that_nobody_reads_keep_the_memory_of_no_others(open_prefetcher, f
     store_pages(far.inner, first)
     store_pages(far.inner, then)
     announce(prefetcher, far, first)
-    wait_until(lambda: prefetcher.inside(first) == 64)
+    wait_until(lambda: count_fetched(prefetcher, first) == 64)
     some = [key for number, key in enumerate(first) if number % 32 != 31]
     assert take(prefetcher, some)[0] == [GetResult.HIT] * 62
     announce(prefetcher, far, then)
-    wait_until(lambda: prefetcher.inside(then) == 62)
-    assert prefetcher.inside(first) == 2
+    wait_until(lambda: count_fetched(prefetcher, then) == 62)
+    assert count_fetched(prefetcher, first) == 2
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 64 * SIZE
     # Those left are still read from the buffer.
     assert take(prefetcher, [first[31], first[63]])[1] == [payload_of(key, SIZE) for key in (first[31], first[63])]
-    wait_until(lambda: prefetcher.inside(then) == 64)
+    wait_until(lambda: count_fetched(prefetcher, then) == 64)
 
 
 def test_pages_that_are_missing_or_removed_keep_no_memory(open_prefetcher, far):
@@ -324,7 +324,7 @@ def test_pages_that_are_missing_or_removed_keep_no_memory(open_prefetcher, far):
     keys = page_keys(32)
     store_pages(far.inner, keys[:2])
     announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 2)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 2)
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == 2 * SIZE
     prefetcher.forget({keys[0]}.__contains__)
     assert far.metrics.levels()["prefetch_buffer_bytes", ""] == SIZE
@@ -341,15 +341,15 @@ def test_pages_expire_in_their_own_time_whatever_was_fetched_before_them(open_pr
     assert far.entered.acquire(timeout=30)
     clock.now = 25.0
     announce(prefetcher, near, later)
-    wait_until(lambda: prefetcher.inside(later) == 4)
+    wait_until(lambda: count_fetched(prefetcher, later) == 4)
     far.hold.set()
-    wait_until(lambda: prefetcher.inside(keys) == 64)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 64)
     assert take(prefetcher, keys[:32])[0] == [GetResult.HIT] * 32
     assert prefetcher._drop_expired() == 5.0
     clock.now = 31.0
     assert take(prefetcher, later[:1])[0] == [GetResult.HIT]
-    assert prefetcher.inside(keys) == 0
-    assert prefetcher.inside(later) == 4
+    assert count_fetched(prefetcher, keys) == 0
+    assert count_fetched(prefetcher, later) == 4
 
 
 def test_a_shorter_lifetime_is_that_of_what_is_in_the_buffer_too(open_prefetcher, far, clock):
@@ -357,10 +357,10 @@ def test_a_shorter_lifetime_is_that_of_what_is_in_the_buffer_too(open_prefetcher
     keys = page_keys(8)
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys[:4])
-    wait_until(lambda: prefetcher.inside(keys) == 4)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 4)
     prefetcher.configure(TieringSettings(prefetch_lifetime=5))
     announce(prefetcher, far, keys[4:])
-    wait_until(lambda: prefetcher.inside(keys) == 8)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 8)
     clock.now = 6.0
     assert take(prefetcher, keys)[0] == [None] * 8
     assert far.metrics.value("prefetch", "wasted") == 8
@@ -371,7 +371,7 @@ def test_a_staged_page_asked_for_with_another_size_is_no_hit(open_prefetcher, fa
     keys = page_keys(1)
     store_pages(far.inner, keys)
     announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 1)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 1)
     assert take(prefetcher, keys, sizes=(SIZE - 1,))[0] == [GetResult.REJECTED]
 
 
@@ -379,11 +379,11 @@ def test_cleared_and_removed_pages_leave_the_buffer(tiered, far):
     keys = page_keys(6)
     store_pages(far.inner, keys)
     tiered.count_leading(keys)
-    wait_until(lambda: tiered.prefetcher.inside(keys) == 6)
+    wait_until(lambda: count_fetched(tiered.prefetcher, keys) == 6)
     tiered.remove(keys[:1])
-    assert tiered.prefetcher.inside(keys) == 5
+    assert count_fetched(tiered.prefetcher, keys) == 5
     tiered.clear([IDENTITY])
-    assert tiered.prefetcher.inside(keys) == 0
+    assert count_fetched(tiered.prefetcher, keys) == 0
     assert read_pages(tiered, keys)[0] == [GetResult.MISS] * 6
 
 
@@ -413,7 +413,7 @@ def test_a_source_that_raises_costs_nothing_but_its_pages(open_prefetcher, far, 
     wait_until(lambda: far.metrics.value("prefetch", "failed") == 3)
     monkeypatch.undo()
     announce(prefetcher, far, keys)
-    wait_until(lambda: prefetcher.inside(keys) == 3)
+    wait_until(lambda: count_fetched(prefetcher, keys) == 3)
 
 
 def test_a_source_with_too_few_answers_keeps_nobody_waiting(open_prefetcher, far, monkeypatch):
@@ -460,7 +460,7 @@ def test_pages_of_unknown_size_are_left_alone(near, far):
     # Once some have been read or written, the size is known.
     assert_hits(store, keys[:1])
     assert store.count_leading(keys) == 3
-    wait_until(lambda: store.prefetcher.inside(keys[1:]) == 2)
+    wait_until(lambda: count_fetched(store.prefetcher, keys[1:]) == 2)
     store.close()
 
 

@@ -19,7 +19,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.background import BackgroundLoop
@@ -34,32 +33,21 @@ _HEAD = struct.Struct("<8s16sQI")
 _HASH_LENGTH = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """The first pages of a conversation are in the pool."""
-
-    scope: bytes
-    """Model and page size: ``hint_scope`` of the sending backend."""
-    written: float
-    """Seconds since 1970, by the writer's clock."""
-    page_hashes: tuple[bytes, ...]
+def encode(scope: bytes, written: float, page_hashes: Sequence[bytes]) -> bytes:
+    """A hint: the first pages of a conversation are in the pool. ``scope``: model and page size, ``hint_scope`` of the
+    sending backend; ``written``: seconds since 1970, by the writer's clock."""
+    return _HEAD.pack(_MAGIC, scope, int(written * 1000), len(page_hashes)) + b"".join(page_hashes)
 
 
-def encode(hint: Hint) -> bytes:
-    head = _HEAD.pack(_MAGIC, hint.scope, int(hint.written * 1000), len(hint.page_hashes))
-    return head + b"".join(hint.page_hashes)
-
-
-def decode(data: bytes) -> Hint | None:
-    """None for whatever is not exactly a hint of at most ``MOST_PAGES_OF_A_HINT`` pages, from the first page of the
-    conversation on."""
+def decode(data: bytes) -> tuple[bytes, float, list[bytes]] | None:
+    """Scope, time, page hashes; None for whatever is not exactly a hint of at most ``MOST_PAGES_OF_A_HINT`` pages."""
     if len(data) < _HEAD.size:
         return None
     magic, scope, milliseconds, pages = _HEAD.unpack_from(data)
     if magic != _MAGIC or not 0 < pages <= MOST_PAGES_OF_A_HINT or len(data) != _HEAD.size + pages * _HASH_LENGTH:
         return None
-    hashes = (data[first : first + _HASH_LENGTH] for first in range(_HEAD.size, len(data), _HASH_LENGTH))
-    return Hint(scope, milliseconds / 1000, tuple(hashes))
+    hashes = [data[first : first + _HASH_LENGTH] for first in range(_HEAD.size, len(data), _HASH_LENGTH)]
+    return scope, milliseconds / 1000, hashes
 
 
 _WAITING = 64
@@ -128,7 +116,7 @@ class HintSender:
             return
         if announced > MOST_PAGES_OF_A_HINT:
             self._metrics.add("hint", "too_long")
-        self._board().post_hint(encode(Hint(self._scope(), time.time(), tuple(map(page_hash_bytes, chosen)))))
+        self._board().post_hint(encode(self._scope(), time.time(), list(map(page_hash_bytes, chosen))))
         self._metrics.add("hint", "sent")
 
 
@@ -179,13 +167,14 @@ class HintReceiver:
         return self._interval
 
     def _take(self, data: bytes) -> None:
-        hint = decode(data)
-        if hint is None:
+        if (hint := decode(data)) is None:
             self.metrics.add("hint", "malformed")
-        elif hint.scope != self._scope():
+            return
+        scope, written, page_hashes = hint
+        if scope != self._scope():
             self.metrics.add("hint", "other_model")
-        elif abs(time.time() - hint.written) > HINTS_LAST:
+        elif abs(time.time() - written) > HINTS_LAST:
             self.metrics.add("hint", "stale")
         else:
             self.metrics.add("hint", "received")
-            self.metrics.add_many("page", self._bring_inward(hint.page_hashes))
+            self.metrics.add_many("page", self._bring_inward(page_hashes))

@@ -75,12 +75,6 @@ class WriteBudget:
         self._most_own: dict[str, float] = {}
         self._looked = now()
 
-    @property
-    def left(self) -> float:
-        """Bytes that may be written now."""
-        self._earn()
-        return self._common + sum(self._own.values())
-
     def _earn(self) -> None:
         now, owners = self._now(), tenants.in_force()
         earned = max(0.0, now - self._looked) * self._rate

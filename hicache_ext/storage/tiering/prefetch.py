@@ -55,8 +55,6 @@ class Announced(NamedTuple):
     size: int
     made: float
     """When. Its pages expire a lifetime later."""
-    still_wanted: StillWanted
-    """Since it was announced."""
 
 
 @dataclass(eq=False, slots=True)
@@ -158,7 +156,7 @@ class Prefetcher:
             most = min(2 * buffer // size if buffer else _MOST_PLANNED, _MOST_PLANNED // self._sources - len(plan))
             new = [key for key in asked if key not in busy][: max(0, most)]
             if new:
-                plan.update(dict.fromkeys(new, Announced(source, size, now, still_wanted)))
+                plan.update(dict.fromkeys(new, Announced(source, size, now)))
             self._go_on()
 
     def forget(self, wanted: Callable[[bytes], bool]) -> None:
@@ -166,11 +164,6 @@ class Prefetcher:
         with self._condition:
             self._forget([key for key in itertools.chain(self._pages, *self._plans.values()) if wanted(key)])
             self._go_on()
-
-    def inside(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are in the buffer."""
-        with self._condition:
-            return [fetch.under_way for fetch in map(self._pages.get, keys) if fetch is not None].count(False)
 
     # -- foreground reads ---------------------------------------------------------------------------------------------
 

@@ -182,22 +182,8 @@ _PROBE_KEYS = 256
 """At most so many keys are looked up. With fewer, a long round trip would look like expensive keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What to do with a prefix, and why."""
-
-    pull: bool
-    reason: str
-    """Label of the metric: short, long_enough, unmeasured, cheaper, dearer, not_cheaper_enough, not_asked."""
-    tokens: int
-    read_seconds: float | None = None
-    compute_seconds: float | None = None
-
-    def __str__(self) -> str:
-        times = ""
-        if self.read_seconds is not None and self.compute_seconds is not None:
-            times = f", reading {self.read_seconds * 1e3:.1f} ms against computing {self.compute_seconds * 1e3:.1f} ms"
-        return f"{'pull' if self.pull else 'recompute'} {self.tokens} tokens: {self.reason}{times}"
+PULLED = ("long_enough", "unmeasured", "cheaper")
+"""Reasons to pull; those to compute are short, dearer, not_cheaper_enough and not_asked. Labels of the metric."""
 
 
 @dataclass(slots=True)
@@ -215,8 +201,6 @@ class Asked:
     """How many keys each tier has."""
     not_asked: dict[MeasuredStore, None] = field(default_factory=dict)
     """Tiers in which nothing was looked up, because reading it would not have paid."""
-    too_dear: tuple[float, float] | None = None
-    """Why a tier was not asked: seconds of look-up and read, and of computing."""
 
     @property
     def tokens(self) -> int:
@@ -243,7 +227,7 @@ class PullRule:
         """Around the look-ups for one question, on their thread. None: too short, look nothing up."""
         asked = Asked(pages, page_tokens, page_bytes, parts, lambda tier: self._is_worth_asking(asked, tier))
         if asked.tokens < self._config.min_tokens:
-            self._count(Decision(False, "short", asked.tokens))
+            self._count("short", asked.tokens)
             yield None
             return
         token = _asked.set(asked)
@@ -265,10 +249,7 @@ class PullRule:
         computing = self._compute_cost.saved_by(pages * asked.page_tokens)
         if looking is None or reading is None or computing is None:
             return True
-        if looking + reading <= self._bound(computing, pages * asked.page_tokens):
-            return True
-        asked.too_dear = (looking + reading, computing)
-        return False
+        return looking + reading <= self._bound(computing, pages * asked.page_tokens)
 
     def pages_to_pull(self, asked: Asked, pages: int, keys: Callable[[int], list[bytes]]) -> int:
         """``pages`` (those found), or 0 if they should be computed.
@@ -279,36 +260,38 @@ class PullRule:
         if not pages:
             if not_asked:
                 self._was_too_dear = True
-                self._count(Decision(False, "not_asked", asked.tokens, *(asked.too_dear or ())))
+                self._count("not_asked", asked.tokens)
                 self._probe(not_asked, asked, keys)
             return 0
         found = {tier: keys_there for tier, keys_there in asked.found.items() if keys_there}
-        decision = self.decide(pages * asked.page_tokens, pages * asked.page_bytes, found)
-        self._count(decision)
-        unused = [] if decision.pull or decision.reason == "short" else list(found)
+        reason = self.decide(pages * asked.page_tokens, pages * asked.page_bytes, found)
+        self._count(reason, pages * asked.page_tokens)
+        unused = [] if reason in PULLED or reason == "short" else list(found)
         self._probe(not_asked + unused, asked, keys)
-        return pages if decision.pull else 0
+        return pages if reason in PULLED else 0
 
-    def _count(self, decision: Decision) -> None:
-        self.metrics.add("decision", decision.reason)
-        self.metrics.add("tokens", "pulled" if decision.pull else "recomputed", decision.tokens)
-        logger.debug("hicache_ext: %s", decision)
+    def _count(self, reason: str, tokens: int) -> None:
+        outcome = "pulled" if reason in PULLED else "recomputed"
+        self.metrics.add("decision", reason)
+        self.metrics.add("tokens", outcome, tokens)
+        logger.debug("hicache_ext: %d tokens are %s: %s", tokens, outcome, reason)
 
-    def decide(self, tokens: int, size: int, found: Mapping[MeasuredStore, int]) -> Decision:
-        """``found``: how many keys each tier has, for its share of ``size`` bytes."""
+    def decide(self, tokens: int, size: int, found: Mapping[MeasuredStore, int]) -> str:
+        """Why to pull a prefix, one of ``PULLED``, or why to compute it. ``found``: how many keys each tier has, for
+        its share of ``size`` bytes."""
         if tokens < self._config.min_tokens:
-            return Decision(False, "short", tokens)
+            return "short"
         if self._config.mode == "fixed":
-            return Decision(True, "long_enough", tokens)
+            return "long_enough"
         reading, computing = self._read_seconds(size, found), self._compute_cost.saved_by(tokens)
         if reading is None or computing is None:
-            return Decision(True, "unmeasured", tokens, reading, computing)
-        if reading <= self._bound(computing, tokens):
-            self._was_too_dear = False
-            return Decision(True, "cheaper", tokens, reading, computing)
-        self._was_too_dear = True
-        reason = "dearer" if reading > computing else "not_cheaper_enough"
-        return Decision(False, reason, tokens, reading, computing)
+            return "unmeasured"
+        self._was_too_dear = reading > self._bound(computing, tokens)
+        words = "hicache_ext: %d tokens: reading them takes %.1f ms, computing them %.1f ms"
+        logger.debug(words, tokens, reading * 1e3, computing * 1e3)
+        if not self._was_too_dear:
+            return "cheaper"
+        return "dearer" if reading > computing else "not_cheaper_enough"
 
     def _bound(self, computing: float, tokens: int) -> float:
         margin = _MARGIN_AFTER_SLOW if self._was_too_dear else _MARGIN

@@ -8,6 +8,7 @@ there at once, beside the near tiers. Pages found behind ``promote_to`` are writ
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 import threading
@@ -604,18 +605,20 @@ class TieredStore:
 
     def _beside(self, count: int, work: Callable[[int], _T]) -> list[_T]:
         """``work(0..count-1)`` with the help of other threads."""
-        spans = observers.spans
-        return self._helpers.run(count, work if spans is None else spans.carried(work))
+        if observers.spans is None:
+            return self._helpers.run(count, work)
+        # Spans of other threads have the parent of this one.
+        contexts = [contextvars.copy_context() for _ in range(count)]
+        return self._helpers.run(count, lambda number: contexts[number].run(work, number))
 
     def _call(
         self, tier: PageStore, operation: str, call: Callable[[_Argument], _T], argument: _Argument, otherwise: _T
     ) -> _T:
         """``call(argument)``, measured; ``otherwise`` when the tier raises, which it has promised not to."""
-        if (spans := observers.spans) is not None:
-            call = spans.around(tier.name, operation, call)
-        started = time.perf_counter()
+        answer, started = None, time.perf_counter()
         try:
-            return call(argument)
+            answer = call(argument)
+            return answer
         except StoreClosedError:
             tier.metrics.add("failure", "closed")
             return otherwise
@@ -627,7 +630,10 @@ class TieredStore:
             self._log.log(logging.ERROR, kind, words, tier.name, operation, error, exc_info=error)
             return otherwise
         finally:
-            tier.metrics.observe(operation, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            tier.metrics.observe(operation, seconds)
+            if (spans := observers.spans) is not None:
+                spans.tell(tier.name, operation, argument, answer, seconds)
 
 
 class _Read:

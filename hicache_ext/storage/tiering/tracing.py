@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from hicache_ext import __version__
 from hicache_ext.config.model import SGLANG, TracingConfig
@@ -23,9 +23,6 @@ from hicache_ext.runtime.threads import call_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 
 logger = logging.getLogger(__name__)
-
-_Argument = TypeVar("_Argument")
-_T = TypeVar("_T")
 
 _EXPORT_TIMEOUT = 5.0
 _END_TIMEOUT = 2.0
@@ -52,31 +49,6 @@ class Spans:
         self._context = context
         self._trace = trace
 
-    def around(self, tier: str, operation: str, call: Callable[[_Argument], _T]) -> Callable[[_Argument], _T]:
-        """``call``, with a span about each of its calls."""
-
-        def traced(argument: _Argument) -> _T:
-            started = time.time_ns()
-            try:
-                answer = call(argument)
-            except BaseException:
-                self._tell(tier, operation, argument, None, started)
-                raise
-            self._tell(tier, operation, argument, answer, started)
-            return answer
-
-        return traced
-
-    def carried(self, work: Callable[[int], _T]) -> Callable[[int], _T]:
-        """``work`` for other threads, with the parent of this one."""
-        parent = self._context.get_current()
-
-        def with_parent(number: int) -> _T:
-            with self.under(parent):
-                return work(number)
-
-        return with_parent
-
     @contextmanager
     def under(self, parent: Any) -> Iterator[None]:
         """Spans of this thread have this parent (a Context) meanwhile."""
@@ -90,13 +62,14 @@ class Spans:
         """The Context of a request: its trace where SGLang has one (``parent``), and its name in any case."""
         return self._context.set_value(_REQUEST, rid[:_MOST_OF_RID], parent)
 
-    def _tell(self, tier: str, operation: str, argument: Any, answer: Any, started: int) -> None:
-        """Never raises."""
+    def tell(self, tier: str, operation: str, argument: Any, answer: Any, seconds: float) -> None:
+        """Make the span of a call that has just ended; ``answer``: None where it raised. Never raises."""
         try:
             facts = _facts(argument, answer)
             if (rid := self._context.get_value(_REQUEST)) is not None:
                 facts["hicache.rid"] = rid
             facts.update({"hicache.tier": tier, "hicache.operation": operation})
+            started = time.time_ns() - int(seconds * 1e9)
             span = self._tracer.start_span(f"{operation} {tier}", start_time=started, attributes=facts)
             if facts["hicache.outcome"] in _TROUBLE:
                 span.set_status(self._trace.StatusCode.ERROR)

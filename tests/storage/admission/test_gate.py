@@ -12,6 +12,7 @@ from hicache_ext.config import ExtraConfig, TierConfig, load_config
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.opening import server_view
 from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
 from hicache_ext.storage.tiering.reload import admission_of
@@ -245,7 +246,7 @@ def test_what_may_be_saved_up_is_an_hour() -> None:
     budget = WriteBudget(10.0, clock)
     clock.now += 100_000
 
-    assert budget.left == 36_000
+    assert budget.left_for(DEFAULT) == 36_000
 
 
 @pytest.mark.thorough

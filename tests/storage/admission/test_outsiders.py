@@ -11,6 +11,7 @@ import pytest
 from hicache_ext.config import ExtraConfig, load_config
 from hicache_ext.errors import ConfigError
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
 from hicache_ext.storage.tiers.memory import MemoryPageStore
 from tests.storage.admission.pages import run
@@ -79,11 +80,11 @@ def test_a_clock_that_stands_jumps_or_goes_back_never_gives_more_than_an_hour() 
     budget.written(36_000)
     for jump in (-500.0, 500.0, -1e9, 1e9, 0.0):
         clock.now += jump
-        assert budget.left <= 36_000
+        assert budget.left_for(DEFAULT) <= 36_000
     # After all these jumps time goes on as it does.
-    budget.written(round(budget.left))
+    budget.written(round(budget.left_for(DEFAULT)))
     clock.now += 60
-    assert 590 <= budget.left <= 610
+    assert 590 <= budget.left_for(DEFAULT) <= 610
 
 
 def test_a_clock_that_goes_back_takes_nothing_away() -> None:
@@ -91,7 +92,7 @@ def test_a_clock_that_goes_back_takes_nothing_away() -> None:
     budget = WriteBudget(10.0, clock)
     clock.now -= 1000
 
-    assert budget.left == 36_000
+    assert budget.left_for(DEFAULT) == 36_000
 
 
 def test_threads_that_write_read_and_look_up_at_once_leave_the_counts_right() -> None:

@@ -23,7 +23,7 @@ from hicache_ext.storage.contract.abilities import LONGEST_HINT, MOST_PAGES_OF_A
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.contract.store import DelegatingStore
 from hicache_ext.storage.serving import hints as sender_module
-from hicache_ext.storage.serving.hints import Hint, HintReceiver, HintSender, decode, encode
+from hicache_ext.storage.serving.hints import HintReceiver, HintSender, decode, encode
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 from hicache_ext.storage.tiering.tiered import TieredStore
 from hicache_ext.storage.tiers.file import hints as file_hints
@@ -165,17 +165,16 @@ def test_a_store_without_a_board_is_named() -> None:
 
 @given(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=20))
 def test_a_hint_comes_back_as_it_was(page_hashes: list[bytes]) -> None:
-    hint = Hint(SCOPE, 1_700_000_000.125, tuple(page_hashes))
-    data = encode(hint)
-    assert decode(data) == hint
+    data = encode(SCOPE, 1_700_000_000.125, page_hashes)
+    assert decode(data) == (SCOPE, 1_700_000_000.125, page_hashes)
     assert decode(data[:-1]) is None
     assert decode(data + b"x") is None
 
 
 def test_the_longest_hint_fits_a_board_and_a_longer_one_is_none() -> None:
-    hint = Hint(SCOPE, 1.0, (bytes(32),) * MOST_PAGES_OF_A_HINT)
-    assert decode(encode(hint)) == hint and len(encode(hint)) <= LONGEST_HINT
-    assert decode(encode(Hint(SCOPE, 1.0, (*hint.page_hashes, bytes(32))))) is None
+    hint = SCOPE, 1.0, [bytes(32)] * MOST_PAGES_OF_A_HINT
+    assert decode(encode(*hint)) == hint and len(encode(*hint)) <= LONGEST_HINT
+    assert decode(encode(SCOPE, 1.0, [bytes(32)] * (MOST_PAGES_OF_A_HINT + 1))) is None
 
 
 @given(st.binary(max_size=300))
@@ -199,7 +198,7 @@ def test_a_sender_never_waits_and_counts_what_it_could_not_send(monkeypatch: pyt
     assert metrics.value("hint", "too_long") == 2
     sent = decode(board.hints[0])
     assert sent is not None
-    assert [page_hash.hex() for page_hash in sent.page_hashes] == HASHES[:5]
+    assert [page_hash.hex() for page_hash in sent[2]] == HASHES[:5]
     sender.close(5)
 
 
@@ -224,7 +223,7 @@ def test_a_hint_waits_until_its_pages_are_in_the_pool(monkeypatch: pytest.Monkey
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "sent") == 2)
     sent = decode(board.hints[1])
-    assert sent is not None and len(sent.page_hashes) == 2
+    assert sent is not None and len(sent[2]) == 2
     present[0] = 0
     sender.announce(HASHES)
     wait_until(lambda: metrics.value("hint", "absent") == 1)
@@ -247,11 +246,11 @@ def test_a_receiver_follows_what_is_well_formed_fresh_and_of_its_model(monkeypat
     page_hashes = tuple(bytes.fromhex(page_hash) for page_hash in HASHES)
     board.hints += [
         b"nonsense",
-        encode(Hint(SCOPE, now, page_hashes * 2)),
-        encode(Hint(b"o" * 16, now, page_hashes)),
-        encode(Hint(SCOPE, now - 3600, page_hashes)),
-        encode(Hint(SCOPE, now + 3600, page_hashes)),
-        encode(Hint(SCOPE, now, page_hashes)),
+        encode(SCOPE, now, page_hashes * 2),
+        encode(b"o" * 16, now, page_hashes),
+        encode(SCOPE, now - 3600, page_hashes),
+        encode(SCOPE, now + 3600, page_hashes),
+        encode(SCOPE, now, page_hashes),
     ]
     wait_until(lambda: receiver.metrics.value("page", "fetched") == 7)
     assert receiver.metrics.value("hint", "received") == 1
@@ -272,7 +271,7 @@ def test_a_hint_whose_pages_cannot_be_had_does_not_end_the_receiver() -> None:
 
     receiver = receive(board, bring)
     assert board.looked_at.wait(60)
-    hint = encode(Hint(SCOPE, time.time(), (bytes(32),)))
+    hint = encode(SCOPE, time.time(), [bytes(32)])
     board.hints.append(hint)
     wait_until(lambda: receiver.metrics.value("hint", "failed") == 1)
     board.hints.append(hint)

@@ -15,7 +15,7 @@ from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import GetResult, PageBatch
 from hicache_ext.storage.tiering import pulling
-from hicache_ext.storage.tiering.pulling import PROBE_INTERVAL, Asked, MeasuredStore, PullRule, SizedCost
+from hicache_ext.storage.tiering.pulling import PROBE_INTERVAL, PULLED, Asked, MeasuredStore, PullRule, SizedCost
 from tests.rigs.known_rate import KnownRate
 from tests.waiting import wait_until
 
@@ -125,7 +125,7 @@ def test_too_high_a_figure_for_computing_is_found_out() -> None:
     known.observe(2048, 10.0)  # the first batch of its size
     tier = tier_with(1.0, 0.0)
     rule = rule_of(tier, compute=known)
-    assert not rule.decide(2048, MIB, {tier: 128}).pull
+    assert rule.decide(2048, MIB, {tier: 128}) not in PULLED
     known.observe(2048, 0.5)
     known.observe(2048, 0.5)
     assert known.predict(2048) == pytest.approx(1.355)
@@ -135,11 +135,11 @@ def test_too_high_a_figure_for_computing_is_found_out() -> None:
     assert known.predict(2048) == pytest.approx(2.22555)  # rises slowly
     fast = tier_with(0.8, 0.0)
     rule = rule_of(fast, compute=known)
-    assert rule.decide(2048, MIB, {fast: 128}).pull
+    assert rule.decide(2048, MIB, {fast: 128}) in PULLED
     now = 3600.0
-    assert rule.decide(2048, MIB, {fast: 128}).reason == "not_cheaper_enough"  # computed once, which measures it
+    assert rule.decide(2048, MIB, {fast: 128}) == "not_cheaper_enough"  # computed once, which measures it
     known.observe(2048, 2.2)
-    assert rule.decide(2048, MIB, {fast: 128}).pull
+    assert rule.decide(2048, MIB, {fast: 128}) in PULLED
 
 
 def test_equal_amounts_give_the_dear_side() -> None:
@@ -153,32 +153,33 @@ def test_equal_amounts_give_the_dear_side() -> None:
 
 def test_what_was_not_measured_is_pulled() -> None:
     fresh = MeasuredStore(FakeTier("pool"))  # type: ignore[arg-type]
-    assert rule_of(fresh, prefill_rate=1000.0).decide(1024, MIB, {fresh: 64}).reason == "unmeasured"
+    assert rule_of(fresh, prefill_rate=1000.0).decide(1024, MIB, {fresh: 64}) == "unmeasured"
     slow = tier_with(9, 9)
-    assert rule_of(slow).decide(1024, MIB, {slow: 64}).pull  # the prefill rate is not known
+    assert rule_of(slow).decide(1024, MIB, {slow: 64}) in PULLED  # the prefill rate is not known
 
 
 def test_short_prefixes_are_computed_and_fixed_mode_measures_nothing() -> None:
     slow = tier_with(100, 1)
-    assert not rule_of(slow, mode="fixed").decide(63, MIB, {slow: 4}).pull
-    assert rule_of(slow, mode="fixed").decide(64, MIB, {slow: 4}).pull
+    assert rule_of(slow, mode="fixed").decide(63, MIB, {slow: 4}) not in PULLED
+    assert rule_of(slow, mode="fixed").decide(64, MIB, {slow: 4}) in PULLED
 
 
-def test_a_fast_tier_is_pulled_from_and_a_slow_one_is_not() -> None:
+def test_a_fast_tier_is_pulled_from_and_a_slow_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
     compute = compute_cost(0.0, 0.001)  # 1,000 tokens a second
     fast, slow = tier_with(0.001, 1e-9), tier_with(0.5, 1e-6)
-    assert rule_of(fast, compute=compute).decide(1024, 16 * MIB, {fast: 64}).pull
-    decision = rule_of(slow, compute=compute).decide(1024, 16 * MIB, {slow: 64})
-    assert (decision.pull, decision.reason) == (False, "dearer")
-    assert "recompute 1024 tokens: dearer, reading 17" in str(decision)
+    assert rule_of(fast, compute=compute).decide(1024, 16 * MIB, {fast: 64}) in PULLED
+    with caplog.at_level(logging.DEBUG, logger="hicache_ext"):
+        assert rule_of(slow, compute=compute).decide(1024, 16 * MIB, {slow: 64}) == "dearer"
+    assert "1024 tokens: reading them takes 17" in caplog.text
 
 
 @pytest.mark.parametrize("slowness", [1e-9, 1e-8, 3e-8, 5e-8, 6e-8, 7e-8, 1e-7, 1e-6])
 def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) -> None:
     compute = compute_cost(0.002, 0.001)
     tier = tier_with(0.001, slowness)
-    decision = rule_of(tier, compute=compute).decide(1024, 16 * MIB, {tier: 64})
-    chosen = decision.read_seconds if decision.pull else decision.compute_seconds
+    rule = rule_of(tier, compute=compute)
+    is_pulled = rule.decide(1024, 16 * MIB, {tier: 64}) in PULLED
+    chosen = rule._read_seconds(16 * MIB, {tier: 64}) if is_pulled else compute.saved_by(1024)
     assert chosen is not None
     assert chosen <= 1.05 * (0.002 + 1.024)
 
@@ -186,21 +187,20 @@ def test_no_decision_is_expected_to_cost_more_than_computing(slowness: float) ->
 def test_after_a_slow_phase_a_pull_must_be_clearly_cheaper() -> None:
     tier = tier_with(0.0, 2e-7)
     rule = rule_of(tier, prefill_rate=1000.0)
-    assert rule.decide(1000, 4_400_000, {tier: 60}).pull  # 0.88 s against 1 s
-    assert rule.decide(1000, 6_000_000, {tier: 60}).reason == "dearer"
-    assert rule.decide(1000, 4_500_000, {tier: 60}).reason == "not_cheaper_enough"
-    assert rule.decide(1000, 3_500_000, {tier: 60}).pull
-    assert rule.decide(1000, 4_400_000, {tier: 60}).pull
-    assert rule.decide(1000, 4_800_000, {tier: 60}).reason == "not_cheaper_enough"
+    assert rule.decide(1000, 4_400_000, {tier: 60}) in PULLED  # 0.88 s against 1 s
+    assert rule.decide(1000, 6_000_000, {tier: 60}) == "dearer"
+    assert rule.decide(1000, 4_500_000, {tier: 60}) == "not_cheaper_enough"
+    assert rule.decide(1000, 3_500_000, {tier: 60}) in PULLED
+    assert rule.decide(1000, 4_400_000, {tier: 60}) in PULLED
+    assert rule.decide(1000, 4_800_000, {tier: 60}) == "not_cheaper_enough"
 
 
 def test_each_tier_counts_for_the_pages_it_has() -> None:
     near, far = tier_with(0.0, 1e-9, "near"), tier_with(0.0, 1e-6, "far")
     rule = rule_of(near, far, prefill_rate=1000.0)
-    assert rule.decide(1024, 16 * MIB, {near: 64}).pull
-    assert not rule.decide(1024, 16 * MIB, {far: 64}).pull
-    half = rule.decide(1024, 16 * MIB, {near: 32, far: 32})
-    assert half.read_seconds == pytest.approx(8 * MIB * 1.001e-6, rel=0.01)
+    assert rule.decide(1024, 16 * MIB, {near: 64}) in PULLED
+    assert rule.decide(1024, 16 * MIB, {far: 64}) not in PULLED
+    assert rule._read_seconds(16 * MIB, {near: 32, far: 32}) == pytest.approx(8 * MIB * 1.001e-6, rel=0.01)
 
 
 def test_a_store_measures_hits_and_trouble_and_not_misses() -> None:
@@ -237,7 +237,7 @@ def test_an_unused_tier_is_measured_in_the_background_and_used_again(caplog: pyt
 
     with caplog.at_level(logging.DEBUG, logger="hicache_ext.storage.tiering.pulling"):
         assert ask(rule, tier, keys) == 0
-    assert "recompute 1024 tokens: dearer" in caplog.text
+    assert "1024 tokens are recomputed: dearer" in caplog.text
     assert inner.read.wait(60)
     wait_until(lambda: ask(rule, tier, keys) == 64)
     assert inner.reads[:2] == [1, 32]

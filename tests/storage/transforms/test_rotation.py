@@ -16,6 +16,7 @@ from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.reload import ReloadableStore
 from hicache_ext.testing.conformance.pages import IDENTITY, assert_hits, page_keys, read_pages, store_pages
 from tests.storage.transforms.rig import SECRETS
+from tests.waiting import count_fetched
 
 SIZES = [700, 324]
 
@@ -77,11 +78,11 @@ def test_pages_of_a_removed_key_are_not_served_from_host_memory(configured: Any,
     try:
         assert store.count_leading(keys) == 3
         deadline = time.monotonic() + 10
-        while store.prefetcher.inside(keys) < 3 and time.monotonic() < deadline:
+        while count_fetched(store.prefetcher, keys) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert store.prefetcher.inside(keys) == 3
+        assert count_fetched(store.prefetcher, keys) == 3
         store.reload(configured("new", behind=near))
-        assert store.prefetcher.inside(keys) == 0
+        assert count_fetched(store.prefetcher, keys) == 0
         assert read_pages(store, keys, SIZES)[0] == [GetResult.MISS] * 3
     finally:
         store.close()
