@@ -1,7 +1,7 @@
 """SGLang's host pools of one model, made as its HiCache makes them, and what moves pages between them and the device.
 
 So what is copied through them is byte for byte what HiCache stores, under the same identity. The linker's staging
-memory (linking/staging.py) and the host memory of a decode node (decode_manager.py) are such pools.
+memory (staging.py) and the host memory of a decode node (decode_manager.py) are such pools.
 """
 
 from __future__ import annotations
