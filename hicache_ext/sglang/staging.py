@@ -24,8 +24,6 @@ from hicache_ext.sglang.lifecycle import name_of
 from hicache_ext.sglang.model_pools import ModelPools
 from hicache_ext.sglang.served_pools import KV
 
-logger = logging.getLogger(__name__)
-
 PORTION_PAGES = 128
 """Pages of a portion, at most: as many as SGLang gives its storage at once."""
 
@@ -240,6 +238,8 @@ def _small_pools(params: Any, size: int) -> Iterator[None]:
         # SGLang adds these to its host pools in another place.
         reason = "it has pools of its own beside the target's"
         raise UnsupportedError("this draft model", reason, "use --enable-hierarchical-cache")
+    for name in ("base", "mamba", "unified"):
+        logging.getLogger(f"sglang.srt.mem_cache.pool_host.{name}").addFilter(_says_something_else)
     settings = {
         "hicache_mem_layout": "page_first",
         "hicache_io_backend": "kernel",
@@ -249,24 +249,11 @@ def _small_pools(params: Any, size: int) -> Iterator[None]:
         "hicache_write_policy": "write_through",
     }
     # Twice: SGLang rounds each pool up by a page, and makes some as large as others.
-    with get_memory().override(**settings), host_memory_budget_scope(2 * size + (1 << 30)), _quiet():
+    with get_memory().override(**settings), host_memory_budget_scope(2 * size + (1 << 30)):
         yield
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without SGLang's warning that host pools are smaller than those of the device: these are meant to be."""
-    sentence = "smaller than the device pool"
-    names = ("base", "mamba", "unified")
-    loggers = [logging.getLogger(f"sglang.srt.mem_cache.pool_host.{name}") for name in names]
-
-    def other(record: logging.LogRecord) -> bool:
-        return sentence not in str(record.msg)
-
-    for one in loggers:
-        one.addFilter(other)
-    try:
-        yield
-    finally:
-        for one in loggers:
-            one.removeFilter(other)
+def _says_something_else(record: logging.LogRecord) -> bool:
+    """Whether it is not SGLang's warning that host pools are smaller than the device's: these are meant to be, and a
+    server with a linker has no others."""
+    return "smaller than the device pool" not in str(record.msg)
