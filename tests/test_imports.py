@@ -48,7 +48,6 @@ OFF = (
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),
     *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.model_pools", "sglang.read_ahead"),
-    "sglang.staging",
 )
 """Rooms and modules of which such a server has no use; it follows what requests say (storage.serving.kv_hints)."""
 

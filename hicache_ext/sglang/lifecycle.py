@@ -5,6 +5,8 @@ The pages themselves are the business of backend.py.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
 import os
@@ -12,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -28,7 +30,6 @@ from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.launch_arguments import longest_prompt, read_launch_facts, resolved_or, unicode_text
-from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.process import attached
 from hicache_ext.sglang.releases import (
@@ -75,6 +76,46 @@ _LONGEST_LOAD = 20.0
 """Seconds for which a start, or an attachment to a server that runs, waits for SGLang's page hashes."""
 _SMALL_PAGES = 16
 """Tokens; SGLang's default is pages of one."""
+
+
+# Calls of SGLang never raise: it would lose the operation at best and a thread at worst. Trouble is a miss.
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
+    """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
+    ``otherwise()`` where nothing can be told from the arguments. Its object's ``report_failure`` is told.
+
+    Arguments that the method does not have are ignored: a later SGLang may hand over more (used_names.py warns of it).
+    """
+
+    def decorate(method: _Method) -> _Method:
+        names = tuple(inspect.signature(method).parameters)[1:]
+        known = frozenset(names)
+
+        @functools.wraps(method)
+        def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > len(names) or not kwargs.keys() <= known:
+                args, kwargs = args[: len(names)], {name: kwargs[name] for name in names if name in kwargs}
+            try:
+                return method(self, *args, **kwargs)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end SGLang's I/O thread
+                self.report_failure(method.__name__, error)
+                try:
+                    return otherwise(*args, **kwargs)
+                except Exception:  # noqa: BLE001 - the arguments were the trouble, which is reported
+                    return otherwise()
+
+        guarded.reports_failures = True  # type: ignore[attr-defined]
+        return cast("_Method", guarded)
+
+    return decorate
+
+
+def guarded_calls(backend: type) -> list[str]:
+    """The calls of a class whose trouble is reported, by name."""
+    return [name for name in dir(backend) if hasattr(getattr(backend, name), "reports_failures")]
 
 
 class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here

@@ -37,13 +37,12 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.launch_arguments import configuration_given_as
-from hicache_ext.sglang.lifecycle import refuse_release_without
-from hicache_ext.sglang.never_raise import answering, guarded_calls
+from hicache_ext.sglang.lifecycle import answering, guarded_calls, refuse_release_without
+from hicache_ext.sglang.model_pools import Pages, Portion, Staging, pages_of, release
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.read_ahead import OUTCOMES, ReadAhead
 from hicache_ext.sglang.releases import end_registration, installed_release
 from hicache_ext.sglang.served_pools import KV, BoundPool
-from hicache_ext.sglang.staging import Pages, Portion, Staging, pages_of, release
 from hicache_ext.sglang.used_names import LINKER
 
 logger = logging.getLogger(__name__)

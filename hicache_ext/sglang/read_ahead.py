@@ -26,8 +26,8 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.lifecycle import name_of
+from hicache_ext.sglang.model_pools import Pages, Portion, Staging, release
 from hicache_ext.sglang.served_pools import KV
-from hicache_ext.sglang.staging import Pages, Portion, Staging, release
 
 logger = logging.getLogger(__name__)
 
