@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -450,27 +451,18 @@ def _missing(sources: Sources, use: Use) -> tuple[str, ...]:
     if parameters is None:
         return (f"{use.target} as a function",)
     wanted = [name.removesuffix("?") for name in use.takes]
-    there = [name for name in parameters.positional if name in wanted]
+    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    found = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    required = {one.name for one in parameters if one.name in found and one.default is one.empty}
+    there = [name for name in positional if name in wanted]
     # What stands in front of a parameter that is known would be taken for it.
-    in_front = parameters.positional[: parameters.positional.index(there[-1])] if there and use.answered else ()
-    found = (*parameters.positional, *parameters.keywords)
-    changes = [f"without {name}" for name in use.takes if name not in found and not name.endswith("?")]
-    changes = [] if parameters.any_keyword else changes
-    refused = (name for name in found if name not in wanted and (name in parameters.required or name in in_front))
-    changes += [f"with {name}" for name in refused]
+    in_front = positional[: positional.index(there[-1])] if there and use.answered else ()
+    takes_any = len(found) < len(parameters)
+    changes = [f"without {name}" for name in use.takes if name not in found and not (takes_any or name.endswith("?"))]
+    changes += [f"with {name}" for name in found if name not in wanted and (name in required or name in in_front)]
     if use.answered and there != [name for name in wanted if name in there]:
         changes.append("in another order")
     return (f"{use.target} as it is used (it is {', '.join(changes)})",) if changes else ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    positional: tuple[str, ...]
-    """Those that can be given by position, in order."""
-    keywords: tuple[str, ...]
-    """Those that can be given by name alone."""
-    required: frozenset[str]
-    any_keyword: bool
 
 
 class Sources:
@@ -507,27 +499,24 @@ class Sources:
             self._members[owner] = dict(itertools.chain.from_iterable(map(dict.items, found))) if found else None
         return self._members[owner]
 
-    def parameters(self, owner: str, name: str) -> _Parameters | None:
+    def parameters(self, owner: str, name: str) -> list[Parameter] | None:
         """Of a function without its ``self``; of a class that generates its constructor, its fields."""
         function = (self.members(owner) or {}).get(name)
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            return self._fields(owner) if name == "__init__" else None
+            lineage = self._lineage(owner)[::-1] if name == "__init__" else []
+            # Of a dataclass, those of its base classes first.
+            fields = [node for one in lineage for node in one.body if isinstance(node, ast.AnnAssign)]
+            found = [_parameter(field, node.value) for node in fields for field in _assigned(node)]
+            return found if lineage else None
         arguments = function.args
-        named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-        required = set(named[: len(named) - len(arguments.defaults)])
+        named = [*arguments.posonlyargs, *arguments.args]
+        defaults = [None] * (len(named) - len(arguments.defaults)) + arguments.defaults
+        found = [_parameter(one.arg, default) for one, default in zip(named, defaults, strict=True)]
         if self._module(owner) is None and not any("staticmethod" in ast.unparse(d) for d in function.decorator_list):
-            named = named[1:]
-        keywords = [argument.arg for argument in arguments.kwonlyargs]
-        required |= {name for name, default in zip(keywords, arguments.kw_defaults, strict=True) if default is None}
-        return _Parameters(tuple(named), tuple(keywords), frozenset(required), arguments.kwarg is not None)
-
-    def _fields(self, owner: str) -> _Parameters | None:
-        """Of a dataclass, those of its base classes first."""
-        lineage = self._lineage(owner)
-        own = [node for one in reversed(lineage) for node in one.body if isinstance(node, ast.AnnAssign)]
-        names = tuple(name for node in own for name in _assigned(node))
-        required = frozenset(name for node in own if node.value is None for name in _assigned(node))
-        return _Parameters(names, (), required, False) if lineage else None
+            found = found[1:]
+        by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        found += [_parameter(one.arg, default, Parameter.KEYWORD_ONLY) for one, default in by_name]
+        return found + ([Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD)] if arguments.kwarg else [])
 
     def abstract_methods(self, owner: str) -> set[str]:
         return {
@@ -575,6 +564,10 @@ class Sources:
             elif one is not None and name in self._imports_of(module):
                 self._lineages[owner] = self._lineage(".".join(self._imports_of(module)[name]))
         return self._lineages[owner]
+
+
+def _parameter(name: str, default: ast.expr | None, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:
+    return Parameter(name, kind, default=Parameter.empty if default is None else default)
 
 
 def _definitions(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
