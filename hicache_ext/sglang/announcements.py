@@ -13,7 +13,7 @@ from hicache_ext.config.model import EventsConfig
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.sglang.launch_arguments import unicode_text
 from hicache_ext.sglang.served_pools import KV, ServedPools
-from hicache_ext.sglang.used_names import EVENTS, check_installed, features_off
+from hicache_ext.sglang.used_names import EVENTS, check_installed, lacking
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
 from hicache_ext.storage.tiering.observers import begin_recording
 from hicache_ext.storage.tiering.recording import Recorder
@@ -37,8 +37,8 @@ def kv_events(
 
     ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError, MissingPackageError.
     """
-    if (lacking := features_off(check_installed()).get(EVENTS)) is not None:
-        logger.warning("hicache_ext: SGLang lacks %s: %s", lacking, EVENTS.loss)
+    if (words := lacking(check_installed(), EVENTS)) is not None:
+        logger.warning("hicache_ext: SGLang lacks %s: %s", words, EVENTS.loss)
         return None
     from sglang.srt.disaggregation.kv_events import StorageMedium
 
