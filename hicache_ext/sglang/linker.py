@@ -5,7 +5,7 @@ is what HiCache stores in the layout page_first, so that servers of both kinds s
 backend of the first one (backend.py): identity, weights, tiers, configuration file, metrics.
 
 SGLang calls everything on its scheduler's thread, which waits for no store. Pages of a request that waits in its queue
-are read and verified by other threads before it is admitted (read_ahead.py): ``lookup`` and ``load`` find them in
+are read and verified by other threads before it is admitted (linker_ahead.py): ``lookup`` and ``load`` find them in
 memory, or the request is computed. ``offload`` answers at once. docs/decisions/linker.md has the reasons.
 
 No call but the constructor raises. Trouble is a miss, or pages that were not stored.
@@ -38,9 +38,9 @@ from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.launch_arguments import configuration_given_as
 from hicache_ext.sglang.lifecycle import answering, guarded_calls, refuse_release_without
+from hicache_ext.sglang.linker_ahead import OUTCOMES, ReadAhead
 from hicache_ext.sglang.model_pools import Pages, Portion, Staging, pages_of, release
 from hicache_ext.sglang.plugin import not_in_force
-from hicache_ext.sglang.read_ahead import OUTCOMES, ReadAhead
 from hicache_ext.sglang.releases import end_registration, installed_release
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.sglang.used_names import LINKER

@@ -179,7 +179,7 @@ def test_a_read_that_raises_while_it_takes_memory_leaves_none_behind(
 def test_requests_that_leave_while_a_store_hangs_do_not_each_leave_a_thread_behind(
     open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_ext.sglang.read_ahead._MOST_READS", 4)
+    monkeypatch.setattr("hicache_ext.sglang.linker_ahead._MOST_READS", 4)
     one = open_rig(load_timeout="20s")
     one.store(4)
     one.stores[0].mode = "hang"
