@@ -47,7 +47,7 @@ OFF = (
     *(f"storage.serving.{name}" for name in ("config_file", "control", "events", "hints", "metrics_export", "prompts")),
     *("storage.tiering.prefetch", "storage.tiering.pulling", "storage.tiering.recording"),
     *("storage.tiering.tracing", "storage.tiers.memory", "storage.tiers.mooncake", "storage.tiers.object"),
-    *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.linking", "sglang.model_pools"),
+    *("storage.tiers.redis", "sglang.announcements", "sglang.linker", "sglang.model_pools", "sglang.linker_ahead"),
 )
 """Rooms and modules of which such a server has no use; it follows what requests say (storage.serving.kv_hints)."""
 

@@ -116,7 +116,7 @@ def _measure_pool(layout: str, io_backend: str, heads: int, page_size: int) -> I
                     engines[name] = make()
                 except (CopyError, ImportError):
                     continue
-        stack = sglang_hooks.stack_of(pool)
+        stack = sglang_hooks.bound(pool).stack
         for tokens in _TOKENS:
             pages = torch.randperm(tokens // page_size)
             host = page_tokens(pages, page_size)

@@ -299,11 +299,6 @@ class DecodeWriter:
         self._started = time.monotonic()
         self._now = 0
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is being copied, queued or written."""
-        return not (self._offload.ongoing_offload or self._waiting or self._pages_in_flight)
-
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
     def request_advanced(self, request: Any, output: Sequence[int], finished: bool) -> bool:
@@ -385,41 +380,32 @@ class DecodeWriter:
         return True
 
     def _host_memory(self, pages_of: Mapping[str, int], spare: Continuation) -> dict[str, torch.Tensor] | None:
-        """Host memory of each pool, for which queued pages are dropped if need be; None where that is not enough."""
-        lacking = {name: pages - self._offload.pools.free_pages(name) for name, pages in pages_of.items()}
-        if any(pages > 0 for pages in lacking.values()) and not self._evict(lacking, spare):
-            return None
+        """Host memory of each pool, for which queued pages are dropped if need be; None where that would not do.
+
+        By priority, then by age; never of ``spare``, for which memory is freed, nor of a higher priority than its own.
+        """
+        pools = self._offload.pools
+        lacking = {name: pages - pools.free_pages(name) for name, pages in pages_of.items()}
+        if max(lacking.values()) > 0:
+            waiting = [one for one in self._waiting if one is not spare and one.priority <= spare.priority]
+            queued = [piece for one in waiting for piece in one.waiting]
+            if any(sum(piece.pages_of[name] for piece in queued) < pages for name, pages in lacking.items()):
+                return None
+            for victim in sorted(waiting, key=lambda one: (one.priority, one.born)):
+                if all(pools.free_pages(name) >= pages for name, pages in pages_of.items()):
+                    break
+                self.metrics.add("dropped", "oldest", _pages(victim.waiting))
+                self._forget_waiting(victim)
+                if victim.finished:
+                    self._close(victim, "dropped")
         taken: dict[str, torch.Tensor] = {}
         for name, pages in pages_of.items():
-            indices = self._offload.pools.alloc(name, pages)
+            indices = pools.alloc(name, pages)
             if indices is None:
                 self._free_memory(taken)
                 return None
             taken[name] = indices
         return taken
-
-    def _evict(self, lacking: dict[str, int], spare: Continuation) -> bool:
-        """Drop queued pages until so many more of each pool are free; False where that cannot be.
-
-        By priority, then by age; never of ``spare``, for which memory is freed, nor of a higher priority than its own.
-        """
-        victims: list[Continuation] = []
-        waiting = [one for one in self._waiting if one is not spare and one.priority <= spare.priority]
-        for victim in sorted(waiting, key=lambda one: (one.priority, one.born)):
-            if all(pages <= 0 for pages in lacking.values()):
-                break
-            victims.append(victim)
-            for piece in victim.waiting:
-                for name in lacking:
-                    lacking[name] -= piece.pages_of[name]
-        if any(pages > 0 for pages in lacking.values()):
-            return False
-        for victim in victims:
-            self.metrics.add("dropped", "oldest", _pages(victim.waiting))
-            self._forget_waiting(victim)
-            if victim.finished:
-                self._close(victim, "dropped")
-        return True
 
     # -- called by the scheduler once a step -----------------------------------------------------------------------
 

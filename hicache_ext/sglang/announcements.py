@@ -1,71 +1,25 @@
-"""What one process of a server tells others of its pages: hints to prefill nodes, events to routers, a recording."""
+"""What one process of a server tells others of its pages: events to routers, a recording."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from hicache_ext.config import HicacheExtConfig
-from hicache_ext.config.model import EventsConfig, hints_over
-from hicache_ext.page.identity import PageIdentity, Shard
+from hicache_ext.config.model import EventsConfig
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.sglang.launch_arguments import unicode_text
 from hicache_ext.sglang.served_pools import KV, ServedPools
-from hicache_ext.sglang.used_names import EVENTS, check_installed, features_off
-from hicache_ext.storage.contract.abilities import HintBoard, board_among
+from hicache_ext.sglang.used_names import EVENTS, check_installed, lacking
 from hicache_ext.storage.serving.events import Blocks, Change, Encode, EventPublisher, Kind, blocks_in
 from hicache_ext.storage.tiering.observers import begin_recording
 from hicache_ext.storage.tiering.recording import Recorder
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
 logger = logging.getLogger(__name__)
-
-
-# -- hints -------------------------------------------------------------------------------------------------------------
-# From decode to prefill nodes (storage/serving/hints.py), for the pages of this server's KV pool.
-
-_MEMORY = 32 * 1024 * 1024
-"""Bytes of pages that are on their way at once because of a hint."""
-_MOST_KEYS = 2048
-"""Keys looked up at once."""
-
-
-def bring_inward(pools: ServedPools, store: ReloadableStore, page_hashes: Sequence[bytes]) -> Counter[str]:
-    """Bring pages that are likely to be asked for soon to the tier ``promote_to`` [threads of hints]."""
-    pool = pools.usable(KV)
-    outcomes: Counter[str] = Counter()
-    if pool is None or pool.pages is None:
-        return outcomes
-    at_once = max(1, min(_MOST_KEYS, _MEMORY // pool.pages.page_bytes))
-    for first in range(0, len(page_hashes), at_once):
-        if pools.unavailable or outcomes["absent"] or outcomes["dropped"]:
-            outcomes["dropped"] += len(page_hashes) - first
-            break
-        for digest in pool.digests:
-            keys = [digest + page_hash for page_hash in page_hashes[first : first + at_once]]
-            outcomes.update(store.bring_inward(keys))
-    return outcomes
-
-
-def hint_board(config: HicacheExtConfig, locations: Sequence[str], store: ReloadableStore) -> Callable[[], HintBoard]:
-    """What finds the board of the tier over which hints go."""
-    over = hints_over(config.pd.hints, locations) or ""
-    return lambda: board_among(store.tiers, over)
-
-
-def hint_scope(pools: ServedPools) -> bytes | None:
-    """Equal on nodes whose pages are of the same weights and size; None before pools and weights are known."""
-    pool = pools.usable(KV)
-    if pool is None or not pool.identities:
-        return None
-    identity = pool.identities[0]
-    common = replace(identity.pool, kind="hint", layout="", segments=(), geometry=())
-    return PageIdentity(identity.model, common, Shard()).digest()
 
 
 # -- KV events ---------------------------------------------------------------------------------------------------------
@@ -83,8 +37,8 @@ def kv_events(
 
     ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError, MissingPackageError.
     """
-    if (lacking := features_off(check_installed()).get(EVENTS)) is not None:
-        logger.warning("hicache_ext: SGLang lacks %s: %s", lacking, EVENTS.loss)
+    if (words := lacking(check_installed(), EVENTS)) is not None:
+        logger.warning("hicache_ext: SGLang lacks %s: %s", words, EVENTS.loss)
         return None
     from sglang.srt.disaggregation.kv_events import StorageMedium
 

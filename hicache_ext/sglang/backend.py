@@ -30,15 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from hicache_ext.page.identity import page_hash_bytes
 from hicache_ext.runtime.metrics import TransferSamples
 from hicache_ext.sglang.host_pool import AnyPages
-from hicache_ext.sglang.lifecycle import BackendLifecycle, name_of
-from hicache_ext.sglang.never_raise import (
-    all_false,
-    answered_name,
-    answering,
-    length,
-    transfer_false,
-    transfers_false,
-)
+from hicache_ext.sglang.lifecycle import BackendLifecycle, answering, name_of
 from hicache_ext.sglang.releases import hit_policy
 from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.storage.contract import tenants
@@ -46,6 +38,35 @@ from hicache_ext.storage.contract.store import GetResult, PageKeys, SetResult
 
 _LOOK_UP_PORTION = 2048
 """Keys of a chain that are converted and looked up together: each time costs some 50 us on the way to the tier."""
+
+
+# Answers to calls that fail.
+
+
+def length(keys: Any) -> int:
+    try:
+        return len(keys)
+    except Exception:  # noqa: BLE001 - of what is no list of keys, whatever it raises
+        return 0
+
+
+def all_false(keys: Any = (), *_: Any, **__: Any) -> list[bool]:
+    return [False] * length(keys)
+
+
+def transfer_false(transfer: Any = None, *_: Any, **__: Any) -> list[bool]:
+    return all_false(getattr(transfer, "keys", None))
+
+
+def answered_name(transfer: Any) -> str | None:
+    """The name under which SGLang looks for the answer to a transfer; None for what is no transfer."""
+    name = getattr(transfer, "name", None)
+    return name if isinstance(name, str) else None
+
+
+def transfers_false(transfers: Any = (), *_: Any, **__: Any) -> dict[Any, list[bool]]:
+    named = [(answered_name(transfer), transfer) for transfer in transfers or ()]
+    return {name: transfer_false(transfer) for name, transfer in named if name is not None}
 
 
 class HiCacheExtBackend(BackendLifecycle):

@@ -110,8 +110,6 @@ class DecodeManager:
         """Copies that were queued and not yet taken, in order; SGLang looks only how many there are."""
         self._queued = 0
         """The last ones of them, which were not started."""
-        self._refused = False
-        """Of what is queued, a part cannot be copied."""
         self._operations: deque[tuple[Any, int]] = deque()
         """Those that were started: the event of the end, None for a refused one, and how many copies it has."""
         self.tails: dict[str, int] = {}
@@ -228,22 +226,21 @@ class DecodeManager:
             self.pools.controller.write_queue.append(self.pools.operation(self._parts(request, piece)))
         except Exception:
             logger.exception(_REFUSED)
-            self._refused = True
 
     def start_copies(self) -> None:
-        """Start what is queued."""
+        """Start what is queued, if SGLang's controller has all of it."""
         if not self._queued:
             return
         controller, event = self.pools.controller, None
         try:
-            if not self._refused:
+            if len(controller.write_queue) == self._queued:
                 controller.start_writing()
                 event = controller.ack_write_queue.pop().finish_event
         except Exception:
             logger.exception(_REFUSED)
         controller.write_queue.clear()
         self._operations.append((event, self._queued))
-        self._queued, self._refused = 0, False
+        self._queued = 0
 
     def copies_ended(self, *, wait: bool = False) -> tuple[int, int]:
         """How many of the leading operations have ended, none behind a refused one; and which is refused, or a number

@@ -97,7 +97,7 @@ def around_load(
             return
     is_counted = refusal is None or layer_id == 0  # once per operation
     if not is_counted or not _serves(
-        Direction.LOAD, refusal, lambda: _bound(pool).load(pool, host_indices, device_indices, layer_id)
+        Direction.LOAD, refusal, lambda: bound(pool).load(pool, host_indices, device_indices, layer_id)
     ):
         named["is_draft"] = is_draft
         original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, *later, **named)
@@ -117,7 +117,7 @@ def around_back_up(
     refusal = _asks_for_more(original, later, named)
     refusal = refusal or _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
     copies = pool, Direction.BACK_UP, host_indices, device_indices
-    if not _serves(Direction.BACK_UP, refusal, lambda: _bound(pool).begin(*copies)()):
+    if not _serves(Direction.BACK_UP, refusal, lambda: bound(pool).begin(*copies)()):
         original(pool, device_pool, host_indices, device_indices, io_backend, *later, **named)
 
 
@@ -150,11 +150,6 @@ def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str
     if kind == MHA and pool.head_dim != releases.pool_fact(pool, "v_head_dim"):
         return "asymmetric"
     return releases.foreign_device_layout(pool)
-
-
-def stack_of(pool: Any) -> LayerStack:
-    """The layers of an MHA or MLA host pool that the hooks serve, for benchmarks."""
-    return _bound(pool).stack
 
 
 class _Binding:
@@ -247,7 +242,8 @@ def _current_selector() -> Selector:
     return _selector
 
 
-def _bound(pool: Any) -> _Binding:
+def bound(pool: Any) -> _Binding:
+    """Of an MHA or MLA host pool that the hooks serve."""
     binding = _bindings.get(pool)
     if binding is None or not binding.fits(pool):
         binding = _bindings[pool] = _Binding(pool)

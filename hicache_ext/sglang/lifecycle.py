@@ -5,22 +5,27 @@ The pages themselves are the business of backend.py.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_ext.config import HicacheExtConfig, load_config, read_document
+from hicache_ext.config.model import hints_over
 from hicache_ext.config.problems import listed
 from hicache_ext.errors import UnsupportedError
 from hicache_ext.kernels.selection import kernel_metrics, make_selector
+from hicache_ext.page.identity import PageIdentity, Shard
 from hicache_ext.page.transforms.header import LOSSY_CODECS
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.runtime.log_limit import LimitedLog
@@ -28,7 +33,6 @@ from hicache_ext.runtime.metrics import TierMetrics, TransferSamples
 from hicache_ext.runtime.threads import call_within
 from hicache_ext.sglang import kernel_hooks
 from hicache_ext.sglang.launch_arguments import longest_prompt, read_launch_facts, resolved_or, unicode_text
-from hicache_ext.sglang.never_raise import answering, guarded_calls
 from hicache_ext.sglang.plugin import not_in_force
 from hicache_ext.sglang.process import attached
 from hicache_ext.sglang.releases import (
@@ -52,6 +56,7 @@ from hicache_ext.sglang.used_names import (
     lacking,
 )
 from hicache_ext.storage.contract import tenants
+from hicache_ext.storage.contract.abilities import HintBoard, board_among
 from hicache_ext.storage.contract.reports import TierReports
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.opening import open_tiers, server_view
@@ -71,10 +76,54 @@ _HINTS_INTERVAL = 0.5
 """Seconds between two looks of a prefill node for hints."""
 _HINTS_AWAITED = 1.0
 """Seconds that close() waits for a hint that is being followed."""
+_HINTED_BYTES = 32 * 1024 * 1024
+"""Of pages that are on their way at once because of a hint."""
+_HINTED_KEYS = 2048
+"""Looked up at once."""
 _LONGEST_LOAD = 20.0
 """Seconds for which a start, or an attachment to a server that runs, waits for SGLang's page hashes."""
 _SMALL_PAGES = 16
 """Tokens; SGLang's default is pages of one."""
+
+
+# Calls of SGLang never raise: it would lose the operation at best and a thread at worst. Trouble is a miss.
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
+    """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
+    ``otherwise()`` where nothing can be told from the arguments. Its object's ``report_failure`` is told.
+
+    Arguments that the method does not have are ignored: a later SGLang may hand over more (used_names.py warns of it).
+    """
+
+    def decorate(method: _Method) -> _Method:
+        names = tuple(inspect.signature(method).parameters)[1:]
+        known = frozenset(names)
+
+        @functools.wraps(method)
+        def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > len(names) or not kwargs.keys() <= known:
+                args, kwargs = args[: len(names)], {name: kwargs[name] for name in names if name in kwargs}
+            try:
+                return method(self, *args, **kwargs)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - SystemExit would end SGLang's I/O thread
+                self.report_failure(method.__name__, error)
+                try:
+                    return otherwise(*args, **kwargs)
+                except Exception:  # noqa: BLE001 - the arguments were the trouble, which is reported
+                    return otherwise()
+
+        guarded.reports_failures = True  # type: ignore[attr-defined]
+        return cast("_Method", guarded)
+
+    return decorate
+
+
+def guarded_calls(backend: type) -> list[str]:
+    """The calls of a class whose trouble is reported, by name."""
+    return [name for name in dir(backend) if hasattr(getattr(backend, name), "reports_failures")]
 
 
 class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped here
@@ -210,20 +259,14 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             self._pull_rule = PullRule(config.pd.pull, prefill_cost())
             self.export_also(self._pull_rule.metrics)
         if config.pd.hints.enabled and config.role == "prefill":
-            from hicache_ext.sglang.announcements import bring_inward, hint_board, hint_scope
             from hicache_ext.storage.serving.hints import HintReceiver
 
-            board = hint_board(config, config.retrieve_locations, self._store)
-            hints = HintReceiver(
-                board,
-                lambda hashes: bring_inward(self.served, self._store, hashes),
-                lambda: hint_scope(self.served),
-                _HINTS_INTERVAL,
-            )
+            board = self._hint_board(config.retrieve_locations)
+            hints = HintReceiver(board, self._bring_inward, self._hint_scope, _HINTS_INTERVAL)
             closing.callback(lambda: hints.close(_HINTS_AWAITED))
             self.export_also(hints.metrics)
         if speaks:
-            self._begin_kv_hints(ranks, closing)
+            self._begin_kv_hints(closing)
         if speaks and config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
@@ -243,27 +286,53 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         pool = self.served.usable(KV)
         return 0 if pool is None or pool.pages is None else self.served.page_size
 
-    def _begin_kv_hints(self, ranks: HiCacheStorageConfig, closing: ExitStack) -> None:
-        def fetch(page_hashes: Sequence[bytes]) -> Mapping[str, int]:
-            from hicache_ext.sglang.announcements import bring_inward
-
-            return bring_inward(self.served, self._store, page_hashes)
-
+    def _begin_kv_hints(self, closing: ExitStack) -> None:
         tell_prefill = None
         if self._config.pd.hints.enabled:
-            from hicache_ext.sglang.announcements import hint_board, hint_scope
             from hicache_ext.storage.serving.hints import HintSender
 
-            board = hint_board(self._config, self._config.store_locations, self._store)
-            sender = HintSender(board, lambda: hint_scope(self.served) or b"", self.pd_metrics, self.stored_leading)
+            board = self._hint_board(self._config.store_locations)
+            sender = HintSender(board, lambda: self._hint_scope() or b"", self.pd_metrics, self.stored_leading)
             self.hint_sender = sender
             tell_prefill = sender.announce
             closing.callback(lambda: sender.close(_HINTS_AWAITED))
             self.export_also(self.pd_metrics)
-        longest = self._config.longest_lease
-        self._kv_hints = hints = KvHints(longest, lambda: self._store.tiers, self._page_size, fetch, tell_prefill)
+        longest, tiers = self._config.longest_lease, lambda: self._store.tiers
+        self._kv_hints = hints = KvHints(longest, tiers, self._page_size, self._bring_inward, tell_prefill)
         closing.callback(lambda: hints.close(_HINTS_AWAITED))
         self.export_also(hints.metrics)
+
+    # -- hints, for the pages of this server's KV pool (storage/serving/) ------------------------------------------
+
+    def _hint_board(self, locations: Sequence[str]) -> Callable[[], HintBoard]:
+        """What finds the board of the tier over which hints go from decode to prefill nodes."""
+        over = hints_over(self._config.pd.hints, locations) or ""
+        return lambda: board_among(self._store.tiers, over)
+
+    def _hint_scope(self) -> bytes | None:
+        """Equal on nodes whose pages are of the same weights and size; None before pools and weights are known."""
+        pool = self.served.usable(KV)
+        if pool is None or not pool.identities:
+            return None
+        identity = pool.identities[0]
+        common = replace(identity.pool, kind="hint", layout="", segments=(), geometry=())
+        return PageIdentity(identity.model, common, Shard()).digest()
+
+    def _bring_inward(self, page_hashes: Sequence[bytes]) -> Counter[str]:
+        """Bring pages that are likely to be asked for soon to the tier ``promote_to`` [threads of hints]."""
+        pool = self.served.usable(KV)
+        outcomes: Counter[str] = Counter()
+        if pool is None or pool.pages is None:
+            return outcomes
+        at_once = max(1, min(_HINTED_KEYS, _HINTED_BYTES // pool.pages.page_bytes))
+        for first in range(0, len(page_hashes), at_once):
+            if self.served.unavailable or outcomes["absent"] or outcomes["dropped"]:
+                outcomes["dropped"] += len(page_hashes) - first
+                break
+            for digest in pool.digests:
+                keys = [digest + page_hash for page_hash in page_hashes[first : first + at_once]]
+                outcomes.update(self._store.bring_inward(keys))
+        return outcomes
 
     # -- registration ----------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def around_checkpoint(original: Callable[..., Any], req: Any, tree_cache: Any, *
 # They stay out of SGLang's sight, where the external linker is used. SGLang asks its linker when it admits a request,
 # and would wait for the pages on its scheduler's thread. With HiCache it passes such requests over while they are
 # prefetched; for a linker it has no such place, so its queue goes without them for the moment in which it chooses a
-# batch (linking/ahead.py).
+# batch (linker_ahead.py).
 
 
 def around_new_batch(original: Callable[..., Any], scheduler: Any, *arguments: Any, **named: Any) -> Any:

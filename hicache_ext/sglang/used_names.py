@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -437,11 +438,11 @@ def features_off(checked: Collection[Checked]) -> dict[Feature, str]:
 
 
 def _missing(sources: Sources, use: Use) -> tuple[str, ...]:
-    known = sources.names_of(use.owner)
+    known = sources.members(use.owner)
     if known is None:
         return (use.owner,)
     # A constructor may be generated.
-    gone = [name for name in use.names if name != "__init__" and known.isdisjoint(name.split("|"))]
+    gone = [name for name in use.names if name != "__init__" and known.keys().isdisjoint(name.split("|"))]
     if gone:
         return () if use.may_go else tuple(f"{use.owner}.{' or '.join(name.split('|'))}" for name in gone)
     if not use.takes and not use.answered:
@@ -450,27 +451,18 @@ def _missing(sources: Sources, use: Use) -> tuple[str, ...]:
     if parameters is None:
         return (f"{use.target} as a function",)
     wanted = [name.removesuffix("?") for name in use.takes]
-    there = [name for name in parameters.positional if name in wanted]
+    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    found = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    required = {one.name for one in parameters if one.name in found and one.default is one.empty}
+    there = [name for name in positional if name in wanted]
     # What stands in front of a parameter that is known would be taken for it.
-    in_front = parameters.positional[: parameters.positional.index(there[-1])] if there and use.answered else ()
-    found = (*parameters.positional, *parameters.keywords)
-    changes = [f"without {name}" for name in use.takes if name not in found and not name.endswith("?")]
-    changes = [] if parameters.any_keyword else changes
-    refused = (name for name in found if name not in wanted and (name in parameters.required or name in in_front))
-    changes += [f"with {name}" for name in refused]
+    in_front = positional[: positional.index(there[-1])] if there and use.answered else ()
+    takes_any = len(found) < len(parameters)
+    changes = [f"without {name}" for name in use.takes if name not in found and not (takes_any or name.endswith("?"))]
+    changes += [f"with {name}" for name in found if name not in wanted and (name in required or name in in_front)]
     if use.answered and there != [name for name in wanted if name in there]:
         changes.append("in another order")
     return (f"{use.target} as it is used (it is {', '.join(changes)})",) if changes else ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    positional: tuple[str, ...]
-    """Those that can be given by position, in order."""
-    keywords: tuple[str, ...]
-    """Those that can be given by name alone."""
-    required: frozenset[str]
-    any_keyword: bool
 
 
 class Sources:
@@ -480,7 +472,7 @@ class Sources:
         """``package``: the directory ``sglang``."""
         self._package = package
         self._modules: dict[str, ast.Module | None] = {}
-        self._names: dict[str, set[str] | None] = {}
+        self._members: dict[str, dict[str, ast.AST] | None] = {}
         self._imports: dict[str, dict[str, tuple[str, str]]] = {}
         self._lineages: dict[str, list[ast.ClassDef]] = {}
 
@@ -491,43 +483,40 @@ class Sources:
         places = list(specification.submodule_search_locations or ()) if specification is not None else []
         return cls(Path(places[0]) if places else Path("/nonexistent"))
 
-    def names_of(self, owner: str) -> set[str] | None:
-        """What a module or class defines, members of base classes and of instances included."""
-        if owner not in self._names:
-            found: set[str] | None = None
+    def members(self, owner: str) -> dict[str, ast.AST] | None:
+        """What a module or class defines, by name, members of base classes and of instances included."""
+        if owner not in self._members:
+            found: list[dict[str, ast.AST]] = []
             if owner == LAUNCH_ARGUMENTS:
-                directory = self._path(_ARGUMENT_FIELDS)
-                trees = [self._module(f"{_ARGUMENT_FIELDS}.{file.stem}") for file in sorted(directory.glob("*.py"))]
+                files = sorted(self._path(_ARGUMENT_FIELDS).glob("*.py"))
+                trees = [self._module(f"{_ARGUMENT_FIELDS}.{file.stem}") for file in files]
                 nodes = [node for tree in trees if tree for node in ast.walk(tree)]
-                found = set().union(*[_own_members(node) for node in nodes if isinstance(node, ast.ClassDef)])
+                found = [{}, *(_own_members(node) for node in nodes if isinstance(node, ast.ClassDef))]
             elif (module := self._module(owner)) is not None:
-                found = {name for name, _ in _definitions(module)}.union(self._imports_of(owner))
-            elif lineage := self._lineage(owner):
-                found = set().union(*map(_own_members, lineage))
-            self._names[owner] = found
-        return self._names[owner]
+                found = [dict.fromkeys(self._imports_of(owner), module), dict(_definitions(module))]
+            else:
+                found = [*map(_own_members, reversed(self._lineage(owner)))]
+            self._members[owner] = dict(itertools.chain.from_iterable(map(dict.items, found))) if found else None
+        return self._members[owner]
 
-    def parameters(self, owner: str, name: str) -> _Parameters | None:
+    def parameters(self, owner: str, name: str) -> list[Parameter] | None:
         """Of a function without its ``self``; of a class that generates its constructor, its fields."""
-        function = self._function(owner, name)
-        if function is None:
-            return self._fields(owner) if name == "__init__" else None
+        function = (self.members(owner) or {}).get(name)
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            lineage = self._lineage(owner)[::-1] if name == "__init__" else []
+            # Of a dataclass, those of its base classes first.
+            fields = [node for one in lineage for node in one.body if isinstance(node, ast.AnnAssign)]
+            found = [_parameter(field, node.value) for node in fields for field in _assigned(node)]
+            return found if lineage else None
         arguments = function.args
-        named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-        required = set(named[: len(named) - len(arguments.defaults)])
+        named = [*arguments.posonlyargs, *arguments.args]
+        defaults = [None] * (len(named) - len(arguments.defaults)) + arguments.defaults
+        found = [_parameter(one.arg, default) for one, default in zip(named, defaults, strict=True)]
         if self._module(owner) is None and not any("staticmethod" in ast.unparse(d) for d in function.decorator_list):
-            named = named[1:]
-        keywords = [argument.arg for argument in arguments.kwonlyargs]
-        required |= {name for name, default in zip(keywords, arguments.kw_defaults, strict=True) if default is None}
-        return _Parameters(tuple(named), tuple(keywords), frozenset(required), arguments.kwarg is not None)
-
-    def _fields(self, owner: str) -> _Parameters | None:
-        """Of a dataclass, those of its base classes first."""
-        lineage = self._lineage(owner)
-        own = [node for one in reversed(lineage) for node in one.body if isinstance(node, ast.AnnAssign)]
-        names = tuple(name for node in own for name in _assigned(node))
-        required = frozenset(name for node in own if node.value is None for name in _assigned(node))
-        return _Parameters(names, (), required, False) if lineage else None
+            found = found[1:]
+        by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        found += [_parameter(one.arg, default, Parameter.KEYWORD_ONLY) for one, default in by_name]
+        return found + ([Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD)] if arguments.kwarg else [])
 
     def abstract_methods(self, owner: str) -> set[str]:
         return {
@@ -566,29 +555,23 @@ class Sources:
         if owner not in self._lineages:
             self._lineages[owner] = []  # a circle of imports or bases ends here
             module, _, name = owner.rpartition(".")
-            tree = self._module(module) if module.startswith("sglang") else None
-            nodes = [node for defined, node in _definitions(tree) if defined == name] if tree is not None else []
-            classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-            source, original = self._imports_of(module).get(name, ("", "")) if tree is not None else ("", "")
-            if classes:
+            one = (self.members(module) or {}).get(name) if module.startswith("sglang") else None
+            if isinstance(one, ast.ClassDef):
                 # Of Generic[X] the part in front.
-                bases = [base.value if isinstance(base, ast.Subscript) else base for base in classes[-1].bases]
+                bases = [base.value if isinstance(base, ast.Subscript) else base for base in one.bases]
                 of_bases = [self._lineage(f"{module}.{ast.unparse(base)}") for base in bases]
-                self._lineages[owner] = [classes[-1], *itertools.chain.from_iterable(of_bases)]
-            elif original:
-                self._lineages[owner] = self._lineage(f"{source}.{original}")
+                self._lineages[owner] = [one, *itertools.chain.from_iterable(of_bases)]
+            elif one is not None and name in self._imports_of(module):
+                self._lineages[owner] = self._lineage(".".join(self._imports_of(module)[name]))
         return self._lineages[owner]
 
-    def _function(self, owner: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        if (module := self._module(owner)) is not None:
-            nodes = [node for defined, node in _definitions(module) if defined == name]
-        else:
-            nodes = [node for one in self._lineage(owner) for node in one.body if getattr(node, "name", None) == name]
-        return next((node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)), None)
+
+def _parameter(name: str, default: ast.expr | None, kind: Any = Parameter.POSITIONAL_OR_KEYWORD) -> Parameter:
+    return Parameter(name, kind, default=Parameter.empty if default is None else default)
 
 
-def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """What a module defines at its top, also inside ``if`` and ``try``."""
+def _definitions(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
+    """What a module or class defines at its top, also inside ``if`` and ``try``."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop(0)
@@ -601,22 +584,13 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
                 yield name, node
 
 
-def _own_members(one: ast.ClassDef) -> set[str]:
-    members: set[str] = set()
-    for node in one.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            members.add(node.name)
-            members |= {
-                inner.attr
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.Attribute)
-                and isinstance(inner.ctx, ast.Store)
-                and isinstance(inner.value, ast.Name)
-                and inner.value.id == "self"
-            }
-        else:
-            members.update(_assigned(node))
-    return members
+def _own_members(one: ast.ClassDef) -> dict[str, ast.AST]:
+    """What a class defines, and what its methods set on ``self``."""
+    members: dict[str, ast.AST] = {}
+    for inner in ast.walk(one):
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self":
+            members[inner.attr] = inner
+    return members | dict(_definitions(one))
 
 
 def _assigned(node: ast.AST) -> list[str]:

@@ -340,7 +340,7 @@ def public_calls(kind: type) -> set[str]:
 
 def test_each_call_of_sglang_is_guarded() -> None:
     from hicache_ext.sglang.backend import HiCacheExtBackend
-    from hicache_ext.sglang.never_raise import guarded_calls
+    from hicache_ext.sglang.lifecycle import guarded_calls
 
     without_arguments = {"clear", "close", "get_stats"}
     assert set(guarded_calls(HiCacheExtBackend)) - {"_move_transfer"} == (SHAPES.keys() - GENERIC) | without_arguments

@@ -144,7 +144,7 @@ def test_no_more_states_are_handed_over_than_there_is_memory_for(
     open_linker: Open, monkeypatch: pytest.MonkeyPatch, writes: bool
 ) -> None:
     """SGLang locks them on the device until they are written; alike on ranks that write none."""
-    from hicache_ext.sglang.linking.staging import Pages
+    from hicache_ext.sglang.model_pools import Pages
 
     linker = open_linker(rig.mha_device())
     offloads = linker._offloads

@@ -48,7 +48,7 @@ def test_the_device_has_picked_the_places_before_anything_may_be_copied_there(
     open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are picked by a kernel on the scheduler's stream: a copy that waits for less may use places of nobody."""
-    from hicache_ext.sglang.linking.staging import Portion
+    from hicache_ext.sglang.model_pools import Portion
 
     one = open_rig()
     one.store(4)
@@ -85,7 +85,7 @@ def test_a_load_that_raises_leaves_no_memory_behind(
     request = one.request("r")
     one.wait_for(request)
 
-    from hicache_ext.sglang.linking.staging import Portion
+    from hicache_ext.sglang.model_pools import Portion
 
     def out_of_memory(*_: Any) -> None:
         raise RuntimeError("on purpose")
@@ -179,7 +179,7 @@ def test_a_read_that_raises_while_it_takes_memory_leaves_none_behind(
 def test_requests_that_leave_while_a_store_hangs_do_not_each_leave_a_thread_behind(
     open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_ext.sglang.linking.ahead._MOST_READS", 4)
+    monkeypatch.setattr("hicache_ext.sglang.linker_ahead._MOST_READS", 4)
     one = open_rig(load_timeout="20s")
     one.store(4)
     one.stores[0].mode = "hang"

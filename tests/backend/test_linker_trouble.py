@@ -317,8 +317,8 @@ _calls = st.lists(
 
 
 def test_each_call_of_sglang_is_guarded() -> None:
+    from hicache_ext.sglang.lifecycle import guarded_calls
     from hicache_ext.sglang.linker import HiCacheExtLinker
-    from hicache_ext.sglang.never_raise import guarded_calls
 
     unguarded = public_calls(HiCacheExtLinker) - set(guarded_calls(HiCacheExtLinker))
     assert unguarded == {"record_offload_ready", "report_failure"}

@@ -27,6 +27,7 @@ from hicache_ext.sglang.releases import comes_with, installed_release
 from hicache_ext.testing.host_pools import mha_device_pool
 from hicache_ext.testing.sglang_cpu import prepare_process
 from tests.backend import linker_rig as rig
+from tests.pd.test_decode_writer import idle
 from tests.rigs.host_pool_kinds import MHA_LAYOUTS, MLA_LAYOUTS
 
 prepare_process()
@@ -278,7 +279,7 @@ class DecodeNode:
 
     def settle(self) -> None:
         deadline = time.monotonic() + 60
-        while not self.manager.writer.idle:
+        while not idle(self.manager.writer):
             assert time.monotonic() < deadline
             self.manager.check_offload_progress()
             time.sleep(0.002)

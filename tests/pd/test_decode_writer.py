@@ -212,7 +212,7 @@ class Node:
 
     def settle(self, until: Callable[[], bool] | None = None) -> None:
         deadline = time.monotonic() + 60
-        while not (until or (lambda: self.writer.idle))():
+        while not (until or (lambda: idle(self.writer)))():
             assert time.monotonic() < deadline, "the writer never got there"
             self.writer.step()
             time.sleep(0.002)
@@ -221,6 +221,11 @@ class Node:
         """Keys of the whole pages after the prompt whose KV exists."""
         tokens = [*request.origin_input_ids, *request.output_ids[:-1]]
         return hashes(tokens)[len(request.origin_input_ids) // PAGE_SIZE :]
+
+
+def idle(writer: DecodeWriter) -> bool:
+    """Nothing is being copied, queued or written."""
+    return not (writer._offload.ongoing_offload or writer._waiting or writer._pages_in_flight)
 
 
 class FINISH_ABORT:
@@ -664,7 +669,7 @@ class Ranks:
             node = self.nodes[number]
             schedule(node)
             deadline = time.monotonic() + 30
-            while not self._minimum(number, [node.writer.idle])[0]:
+            while not self._minimum(number, [idle(node.writer)])[0]:
                 assert time.monotonic() < deadline
                 node.writer.step()
                 time.sleep(0.001)  # the threads that write need the interpreter, too

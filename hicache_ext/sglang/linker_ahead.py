@@ -26,7 +26,7 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import Call, ThreadPool
 from hicache_ext.sglang.backend import HiCacheExtBackend
 from hicache_ext.sglang.lifecycle import name_of
-from hicache_ext.sglang.linking.staging import Pages, Portion, Staging, release
+from hicache_ext.sglang.model_pools import Pages, Portion, Staging, release
 from hicache_ext.sglang.served_pools import KV
 
 logger = logging.getLogger(__name__)
@@ -180,12 +180,11 @@ class ReadAhead:
             return []
         # If SGLang does not take the pages, it computes them in another round: they are not read a second time.
         portions, request.restorable = request.take(), []
-        pools = {name: self._reader.served.usable(name) for name in request.digests}
-        if any(pool is None or pool.digests != request.digests[name] for name, pool in pools.items()):
-            # Of other weights.
-            release(portions)
-            return []
-        return portions
+        if request.digests == self._digests(request):
+            return portions
+        # Of other weights.
+        release(portions)
+        return []
 
     def reset(self) -> None:
         requests, self._requests = list(self._requests.values()), {}
@@ -266,13 +265,8 @@ class ReadAhead:
         restorable = list(self._reader.batch_exists_v2(request.keys, request.beside).restorable_prefix_pages or [])
         if not restorable:
             return "nothing", [], {}
-        digests = {}
-        for source in request.asked:
-            for name in self._staging.pools_on[source]:
-                pool = self._reader.served.usable(name)
-                if pool is None:
-                    return "missing", [], {}
-                digests[name] = pool.digests
+        if (digests := self._digests(request)) is None:
+            return "missing", [], {}
         fitting = [length for length in restorable if self._fits(request, length)]
         if fitting and not self._memory(request, fitting[-1], portions):
             fitting = [length for length in fitting if _is_covered(request, length, fitting[-1], portions)]
@@ -295,6 +289,14 @@ class ReadAhead:
             restorable[-1],
         )
         return "partly", fitting, digests
+
+    def _digests(self, request: _Request) -> dict[str, tuple[bytes, ...]] | None:
+        """Of the pools that a request needs, as they are now; None where one may not be used."""
+        pools = [
+            self._reader.served.usable(name) for source in request.asked for name in self._staging.pools_on[source]
+        ]
+        known = {pool.name: pool.digests for pool in pools if pool is not None}
+        return known if len(known) == len(pools) else None
 
     def _fits(self, request: _Request, length: int) -> bool:
         """Whether empty staging memory has room for a prefix, and for what lies beside its end."""

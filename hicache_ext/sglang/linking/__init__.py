@@ -1,1 +1,0 @@
-"""The parts of the external linker: staging memory, writing, reading, what ranks agree on. linker.py is their door."""
