@@ -37,9 +37,9 @@ from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
     LONGEST_LINE,
     MOST_RECEIVED,
+    Answer,
     Connection,
     ErrorReply,
-    Reply,
     TlsContexts,
     command,
     identity_name,
@@ -501,8 +501,7 @@ def _document(connection: Connection, name: bytes) -> bytes:
     _without_errors([length], b"STRLEN")
     if not isinstance(length, int) or length > LARGEST_DOCUMENT:
         return b""
-    connection.send(command(b"GET", name))
-    stored = connection.reader.reply(LARGEST_DOCUMENT)
+    stored = connection.tell(b"GET", name)
     return stored if isinstance(stored, bytes) else b""
 
 
@@ -512,7 +511,7 @@ def _unlink(connection: Connection, names: Sequence[bytes]) -> int:
     return sum(reply for reply in replies if isinstance(reply, int))
 
 
-def _without_errors(replies: Sequence[Reply], word: bytes) -> Sequence[Reply]:
+def _without_errors(replies: Sequence[Answer], word: bytes) -> Sequence[Answer]:
     """The replies to ``word``. Raises RefusedError for the first error among them."""
     for reply in replies:
         if isinstance(reply, ErrorReply):
