@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
 from hicache_ext.packages import how_to_install
@@ -25,6 +25,9 @@ from hicache_ext.runtime.breaker import Breaker
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import ThreadPool, call_within
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
+
+if TYPE_CHECKING:
+    from hicache_ext.storage.tiers.mooncake.transfers import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +165,7 @@ class Attachment:
         self,
         call: Callable[[], Answer],
         deadline: float,
-        at_last: Callable[[], None] = lambda: None,
+        scratch: Scratch | None = None,
         *,
         explain: Callable[[], bool] | None = None,
         learn: Callable[[Answer], object] = lambda answer: None,
@@ -170,13 +173,12 @@ class Attachment:
         """The answer of ``call``, which uses the client and memory of the tier alone; None at ``deadline``.
 
         It cannot be stopped: a late call goes on without its caller, and no other passes until it has ended, or
-        until ``explain``, on a thread of its own, knows what it waits for. Then ``at_last`` is called, when it no
-        longer uses its memory, and ``learn`` with its answer.
+        until ``explain``, on a thread of its own, knows what it waits for. ``scratch``, which it uses, is then left
+        behind with it, and given back when it ends; and ``learn`` is called with its answer.
         """
         answers: list[Answer] = []
         started = time.monotonic()
         if started >= deadline:
-            at_last()
             return None
         is_explained = False
 
@@ -193,7 +195,8 @@ class Attachment:
 
         def end_late() -> None:
             try:
-                at_last()
+                if scratch is not None:
+                    scratch.give_back()
                 for answer in answers:
                     for code in answer if isinstance(answer, list) else [answer]:
                         if isinstance(code, int):
@@ -208,10 +211,11 @@ class Attachment:
             under_way = self._threads.start(run, end_late)
         except RuntimeError as error:
             self.log.log(logging.WARNING, "threads", "hicache_ext: tier %s: %s", self.name, error)
-            at_last()
             return None
         if under_way.ended_within(deadline - time.monotonic()):
             return under_way.result()
+        if scratch is not None:
+            scratch.left_behind = True
         # It may end between the line above and these: both sides only add and subtract.
         with self._condition:
             self.late += 1
