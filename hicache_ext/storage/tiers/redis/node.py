@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from hicache_ext.errors import (
     ConfigError,
     LaneBusyError,
+    LoginError,
     NodeDownError,
     ProtocolError,
     RefusedError,
@@ -288,7 +289,15 @@ class Node:
 
 
 def error_words(error: BaseException) -> str:
-    """What went wrong in a few words that repeat nothing we sent."""
+    """What went wrong in a few words that repeat nothing we sent, for whoever configures the tier."""
+    if isinstance(error, LoginError) and str(error).startswith("SELECT"):
+        return f"{error}; a cluster has only database 0"
+    if isinstance(error, LoginError):
+        # ERR is also what one says that takes no more clients.
+        more = ", and its maxclients" if error.code == "ERR" else ""
+        return f"the login is refused ({error.code}); check username and password{more}"
+    if isinstance(error, RefusedError) and error.code == "NOPERM":
+        return f"the user may not use {error.word.decode()}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused ({error.verify_message})"
     if isinstance(error, ssl.SSLError):
