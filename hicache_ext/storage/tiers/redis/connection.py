@@ -90,23 +90,7 @@ def command_of_equals(word: bytes, arguments: Sequence[bytes]) -> bytes:
     return b"*%d\r\n$%d\r\n%b%b%b\r\n" % (len(arguments) + 1, len(word), word, between, between.join(arguments))
 
 
-class _Received(io.RawIOBase):
-    """What arrives, for a BufferedReader."""
-
-    def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
-        self.receive_into = receive_into
-        self.count = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        received = self.receive_into(memoryview(buffer))
-        self.count += received
-        return received
-
-
-class ReplyReader:
+class ReplyReader(io.RawIOBase):
     """Takes answers off a connection, one call per answer, in the order of the requests.
 
     ``receive_into`` fills a buffer with at least one byte and says how many, or raises; its errors come out as they
@@ -114,14 +98,23 @@ class ReplyReader:
     """
 
     def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
-        self._received = _Received(receive_into)
-        self._buffered = io.BufferedReader(self._received, _BUFFER_SIZE)
-        self._used = 0
+        self._receive_into = receive_into
+        self._received = self._used = 0
+        self._buffered = io.BufferedReader(self, _BUFFER_SIZE)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """What arrives, for the buffer."""
+        received = self._receive_into(memoryview(buffer))
+        self._received += received
+        return received
 
     @property
     def empty(self) -> bool:
         """No byte has arrived that no reply has used: so it must be whenever nothing is awaited."""
-        return self._used == self._received.count
+        return self._used == self._received
 
     def answer(self) -> Answer:
         """What is no page, of ``MOST_RECEIVED`` bytes at most."""

@@ -198,9 +198,7 @@ class Node:
             # No answer says nothing about the server.
             return
         known = self._addresses
-        self._addresses = [address for address in known if address in found] + [
-            address for address in found if address not in known
-        ]
+        self._addresses = sorted(found, key=lambda address: known.index(address) if address in known else len(known))
         if known and known[0] not in found:
             self._log.log(logging.INFO, "moved", "redis node %s has another address now", self.endpoint)
 
