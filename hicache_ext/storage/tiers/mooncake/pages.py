@@ -1,9 +1,9 @@
 """MooncakeStore: PageStore over a Mooncake cluster. One object per page: header and payload (docs/page-format.md).
 
 Every call of the library works on memory of the tier's own and on another thread, so that the caller can leave it at
-its deadline (transfers.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the
-library's lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every
-way to ask whether it exists.
+its deadline (engine.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the library's
+lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every way to
+ask whether it exists.
 
 The master says which holder a page goes to, and nobody else knows before it is there. So while a holder is out some
 writes go there, and take as long as the library waits for it. In that time writes are *careful*: small, waited for
@@ -36,19 +36,19 @@ from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import Attachment
-from hicache_ext.storage.tiers.mooncake.holders import Holders
-from hicache_ext.storage.tiers.mooncake.transfers import (
+from hicache_ext.storage.tiers.mooncake.engine import (
     ALONE_BYTES,
     COPY_THREADS,
     HEADER_LENGTH,
     PIECE_BYTES,
     PIECES,
+    Attachment,
     Portion,
     Scratch,
     ScratchPool,
     portions,
 )
+from hicache_ext.storage.tiers.mooncake.holders import Holders
 
 _T = TypeVar("_T")
 
