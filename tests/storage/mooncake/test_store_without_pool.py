@@ -21,15 +21,16 @@ from hicache_ext.storage.tiers.mooncake import engine as attachment_module
 from hicache_ext.storage.tiers.mooncake import holders as holders_module
 from hicache_ext.storage.tiers.mooncake import pages as pages_module
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import Attachment, environment
-from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
-from hicache_ext.storage.tiers.mooncake.transfers import (
+from hicache_ext.storage.tiers.mooncake.engine import (
     HEADER_LENGTH,
     PIECE_BYTES,
     PIECES,
     SCRATCH_BYTES,
+    Attachment,
+    environment,
     portions,
 )
+from hicache_ext.storage.tiers.mooncake.pages import MooncakeStore
 from hicache_ext.testing.conformance.pages import IDENTITY, HostPages, filled, page_keys, read_pages, store_pages
 from tests.waiting import ending_within, wait_until
 

@@ -1,9 +1,9 @@
 """MooncakeStore: PageStore over a Mooncake cluster. One object per page: header and payload (docs/page-format.md).
 
 Every call of the library works on memory of the tier's own and on another thread, so that the caller can leave it at
-its deadline (transfers.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the
-library's lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every
-way to ask whether it exists.
+its deadline (engine.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the library's
+lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every way to
+ask whether it exists.
 
 The master says which holder a page goes to, and nobody else knows before it is there. So while a holder is out some
 writes go there, and take as long as the library waits for it. In that time writes are *careful*: small, waited for
@@ -36,19 +36,19 @@ from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
-from hicache_ext.storage.tiers.mooncake.engine import Attachment
-from hicache_ext.storage.tiers.mooncake.holders import Holders
-from hicache_ext.storage.tiers.mooncake.transfers import (
+from hicache_ext.storage.tiers.mooncake.engine import (
     ALONE_BYTES,
     COPY_THREADS,
     HEADER_LENGTH,
     PIECE_BYTES,
     PIECES,
+    Attachment,
     Portion,
     Scratch,
     ScratchPool,
     portions,
 )
+from hicache_ext.storage.tiers.mooncake.holders import Holders
 
 _T = TypeVar("_T")
 
@@ -213,10 +213,10 @@ class MooncakeStore(TierStore):
         """Read the pages of one portion; whether it makes sense to go on."""
         names = [self._object_name(batch.keys[position]) for position in portion.positions]
         lengths = dict(zip(names, map(len, portion.objects), strict=True))
-        codes = self._transferred(
-            scratch,
+        codes = self._attachment.call_bounded(
             lambda: client.batch_get_into_multi_buffers(names, portion.addresses, portion.sizes),
             deadline,
+            scratch,
             explain=lambda: self._holders.look_into(names),
             learn=lambda codes: self._learn(client, lengths, codes),
         )
@@ -467,7 +467,7 @@ class MooncakeStore(TierStore):
         careful = self._careful
         if careful:
             deadline = min(deadline, time.monotonic() + _CAREFUL_WAIT)
-        codes = self._transferred(scratch, put, deadline, explain=self._attachment.master_answers)
+        codes = self._attachment.call_bounded(put, deadline, scratch, explain=self._attachment.master_answers)
         if codes is not None:
             return codes
         self._begin_to_be_careful()
@@ -488,22 +488,6 @@ class MooncakeStore(TierStore):
         )
 
     # -- memory of the tier ------------------------------------------------------------------------------------------
-
-    def _transferred(
-        self,
-        scratch: Scratch,
-        call: Callable[[], list[int]],
-        deadline: float,
-        *,
-        explain: Callable[[], bool],
-        learn: Callable[[list[int]], object] = lambda codes: None,
-    ) -> list[int] | None:
-        """The codes of a call that moves pages; None when it was left behind, with the scratch memory."""
-        codes = self._attachment.call_bounded(
-            call, deadline, lambda: self._scratch.give_back(scratch), explain=explain, learn=learn
-        )
-        scratch.left_behind = codes is None
-        return codes
 
     def _for_each_page(
         self,
@@ -569,14 +553,11 @@ class MooncakeStore(TierStore):
             ]
             places = [base + begin for begin, _ in pieces]
             sizes = [end - begin for begin, end in pieces]
-            # Set before the call, reset if it ends in time: it may be left behind with the memory.
-            scratch.left_behind = True
             code = self._ask_of_one(
                 lambda client: client.batch_get_into_multi_buffers([name], [places], [sizes])[0],
-                at_last=lambda: self._examined.give_back(scratch),
+                scratch,
                 explain=lambda: self._holders.look_into([name]),
             )
-            scratch.left_behind = False
             if code == engine.NOT_FOUND:
                 return None
             if code != size:
@@ -594,21 +575,16 @@ class MooncakeStore(TierStore):
         return Verdict.REMOVED
 
     def _ask_of_one(
-        self,
-        call: Callable[[Any], int],
-        at_last: Callable[[], None] = lambda: None,
-        explain: Callable[[], bool] | None = None,
+        self, call: Callable[[Any], int], scratch: Scratch | None = None, explain: Callable[[], bool] | None = None
     ) -> int:
         """The code of one call of the library, with the rest as in ``call_bounded``. Raises NotReadError."""
         try:
             with self._attachment.client() as client:
                 if client is None:
-                    at_last()
                     raise NotReadError("away")
                 deadline = time.monotonic() + self._tier.longest_call
-                code = self._attachment.call_bounded(lambda: call(client), deadline, at_last, explain=explain)
+                code = self._attachment.call_bounded(lambda: call(client), deadline, scratch, explain=explain)
         except StoreClosedError:
-            at_last()
             raise NotReadError("closed") from None
         if code is None:
             raise NotReadError("timeout")

@@ -107,8 +107,8 @@ class KnownPacks:
     whole_at: float = 0.0
     """The same of the last whole one, by time.monotonic()."""
     used_at: float = 0.0
-    listing: bool = False
-    """A whole listing is under way."""
+    listing: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever lists it whole."""
 
 
 class PackCatalog:
@@ -119,7 +119,7 @@ class PackCatalog:
         self._requests = requests
         self._lists_from = lists_from
         self._known: dict[bytes, KnownPacks] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._log = LimitedLog(logger)
         self._loop = BackgroundLoop(f"hicache-{requests.name}-packs", self._list_again)
 
@@ -134,7 +134,7 @@ class PackCatalog:
 
     def of(self, digest: bytes) -> KnownPacks:
         """What is known of an identity, which is in use from now on."""
-        with self._changed:
+        with self._lock:
             known = self._known.get(digest)
             if known is None:
                 known = self._known[digest] = KnownPacks()
@@ -158,7 +158,7 @@ class PackCatalog:
 
     def reset(self, digests: Iterable[bytes] | None) -> None:
         """Forget what is known of these identities (None: of all): they are listed again when they are asked for."""
-        with self._changed:
+        with self._lock:
             for digest in list(self._known) if digests is None else digests:
                 known = self._known.get(digest)
                 if known is not None:
@@ -173,44 +173,40 @@ class PackCatalog:
         """Learn what came since the last listing; the packs that were seen, id and bytes. By ``deadline``
         (time.monotonic()) it does not wait any longer for a whole listing that another call began."""
         known = self.of(digest)
-        with self._changed:
-            if known.listing and not known.whole:
-                self._changed.wait_for(lambda: not known.listing, max(0.0, deadline - time.monotonic()))
-            is_first = not known.whole
-            if is_first and known.listing:
+        with self._lock:
+            index, since, is_whole = known.index, known.listed_at - self._margin, known.whole
+        if not is_whole:
+            if not known.listing.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise TimeoutError("the identity is being listed")
-            known.listing = known.listing or is_first
-            index, since = known.index, known.listed_at - self._margin
-        if is_first:
-            return self._list_whole(digest, known)
+            try:
+                if not known.whole:
+                    return self._list_whole(digest, known)
+            finally:
+                known.listing.release()
+            return self.refresh(digest, deadline)
         begun = self._requests.now()
         seen: dict[str, int] = {}
         for items in self._listed_since(digest, since):
             seen |= _learn(index, items)
-        with self._changed:
+        with self._lock:
             if known.index is index:
                 known.listed_at = max(known.listed_at, begun)
         return seen
 
     def _list_whole(self, digest: bytes, known: KnownPacks) -> dict[str, int]:
-        """``known.listing`` is set, and belongs to this call."""
-        try:
-            index, begun, began = known.index, self._requests.now(), time.monotonic()
-            before, seen = index.ids(), dict[str, int]()
-            for items in self._listed(packs_of(digest)):
-                seen |= _learn(index, items)
-            with self._changed:
-                if known.index is not index:
-                    return seen
-                for pack_id in before - seen.keys():
-                    index.forget(pack_id)
-                known.whole, known.listed_at, known.whole_at = True, begun, began
-            self._tidy(digest, known)
-            return seen
-        finally:
-            with self._changed:
-                known.listing = False
-                self._changed.notify_all()
+        """``known.listing`` is held."""
+        index, begun, began = known.index, self._requests.now(), time.monotonic()
+        before, seen = index.ids(), dict[str, int]()
+        for items in self._listed(packs_of(digest)):
+            seen |= _learn(index, items)
+        with self._lock:
+            if known.index is not index:
+                return seen
+            for pack_id in before - seen.keys():
+                index.forget(pack_id)
+            known.whole, known.listed_at, known.whole_at = True, begun, began
+        self._tidy(digest, known)
+        return seen
 
     def _listed_since(self, digest: bytes, since: float) -> Iterator[list[_Listed]]:
         first, last = max(0, int(since * 1000)), int((self._requests.now() + _CLOCKS_APART) * 1000)
@@ -239,16 +235,14 @@ class PackCatalog:
 
     def _list_again(self) -> float | Retry | None:
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             in_use = [(digest, known) for digest, known in self._known.items() if now < known.used_at + _IN_USE]
         failed = False
         for digest, known in in_use:
-            with self._changed:
-                if known.listing or (known.whole and time.monotonic() < known.whole_at + _WHOLE_EVERY):
-                    continue
-                known.listing = True
             if self._loop.stopping:
                 return None
+            if (known.whole and now < known.whole_at + _WHOLE_EVERY) or not known.listing.acquire(blocking=False):
+                continue
             try:
                 self._list_whole(digest, known)
             except Exception as error:  # noqa: BLE001 - a client library's errors end here
@@ -257,6 +251,8 @@ class PackCatalog:
                 name = self._requests.name
                 self._log.log(logging.WARNING, failure.reason, "tier %s: packs cannot be listed: %s", name, failure)
                 failed = True
+            finally:
+                known.listing.release()
         if failed:
             return RETRY
         return _WHOLE_EVERY if in_use else None

@@ -293,19 +293,14 @@ class ObjectPageStore(TierStore):
             left = [position for position, result in enumerate(results) if result is None]
             wanted: list[Place | None] = [None] * len(batch)
             lacking: set[bytes] = set()
-            pieces: list[Piece] = []
             for position, place in zip(left, catalog.find([batch.keys[position] for position in left]), strict=True):
-                key, size = batch.keys[position], HEADER_LENGTH + batch.sizes[position]
+                wanted[position], digest = place, batch.keys[position][:IDENTITY_LENGTH]
                 if place is None:
-                    results[position] = listed.get(key[:IDENTITY_LENGTH])
+                    results[position] = listed.get(digest)
                     if results[position] is None:
-                        lacking.add(key[:IDENTITY_LENGTH])
-                elif place.pack.page_bytes != size:
-                    pieces.append(partial(self._refuse_length, key, size, position, place))
-                else:
-                    wanted[position] = place
+                        lacking.add(digest)
             listed |= dict.fromkeys(lacking, GetResult.MISS)
-            pieces += [
+            pieces: list[Piece] = [
                 requests.trying(partial(catalog.refresh, digest, deadline), partial(listed.__setitem__, digest))
                 for digest in lacking
             ]
@@ -323,21 +318,6 @@ class ObjectPageStore(TierStore):
                 missing = GetResult.TIMEOUT
                 break
         return [missing if result is None else result for result in results]
-
-    def _refuse_length(
-        self, key: bytes, size: int, position: int, place: Place, call: Call[Any]
-    ) -> list[tuple[int, GetResult]]:
-        """A name says another length than ``size``. Nothing is said where the pack is gone: its page may be
-        elsewhere."""
-        digest, found = key[:IDENTITY_LENGTH], place.pack.page_bytes
-        try:
-            if self._requests.size_of(packed_name(digest, place.pack)) is None:
-                self._catalog.of(digest).index.forget(place.pack.id)
-                return []
-        except Exception as error:  # noqa: BLE001 - a client library's errors end here
-            return [(position, self._requests.failed(error, call, GetResult))]
-        reason = "truncated" if found < size else "longer"
-        return [(position, self._suspect(key, size, reason))]
 
     def _read_run(self, batch: PageBatch, run: Run, call: Call[Any]) -> list[tuple[int, GetResult | None]]:
         """Read neighbours. Nothing is said of pages whose pack is gone: they may be in one that came since."""
@@ -364,10 +344,10 @@ class ObjectPageStore(TierStore):
         size, results = run.pack.page_bytes, []
         for number, position in enumerate(run.members):
             page, key = body[number * size : (number + 1) * size], batch.keys[position]
-            place = Place(run.pack, run.first + number)
+            place, expected = Place(run.pack, run.first + number), HEADER_LENGTH + batch.sizes[position]
             result = (
-                self._suspect(key, size, "truncated")
-                if page.nbytes < size
+                self._suspect(key, expected, "truncated" if page.nbytes < expected else "longer")
+                if page.nbytes != expected
                 else self._checked(page, key, batch.buffers[position], place, call)
             )
             results.append((position, result))
@@ -400,31 +380,23 @@ class ObjectPageStore(TierStore):
         for position, key in enumerate(batch.keys):
             first.setdefault(key, position)
         results: dict[int, SetResult] = {}
-        bad = [key for key in first if self._bad_pages.hides(key)]
-        found, failed = self._look_up(list(first), self._clearing.hides, deadline)
-        sizes = {key: HEADER_LENGTH + batch.sizes[position] for key, position in first.items()}
-        for key, there in found.items():
-            if there.pack.page_bytes != sizes[key]:
-                self._suspect(key, sizes[key], "length")
         # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-        if bad:
-            # They may have been removed since, and have no verdict any more; a listing from before shows them still.
-            again, failed_again = self._look_up(bad, self._clearing.hides, deadline)
-            found = {key: place for key, place in found.items() if key not in bad} | again
-            failed = failed or failed_again
+        # Only now: what a verdict has removed is not found.
+        found, failed = self._look_up(list(first), self._clearing.hides, deadline)
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
-            place, verdict = found.get(key), verdicts.get(key)
+            place, verdict, size = found.get(key), verdicts.get(key), HEADER_LENGTH + batch.sizes[position]
             is_denied = verdict is Verdict.DENIED
-            is_writable = is_denied or (verdict is not None and verdict.free)
-            if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR) or (sizes[key] > LARGEST_PAGE and not is_denied):
+            if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR) or (size > LARGEST_PAGE and not is_denied):
                 results[position] = SetResult.REJECTED
-            elif place is not None and not is_writable:
+            elif place is not None and place.pack.page_bytes != size and not is_denied:
                 # A whole page of another length: whoever expects this one is wrong, or this process is.
-                is_it = place.pack.page_bytes == sizes[key]
-                results[position] = SetResult.EXISTS if is_it else SetResult.REJECTED
-            elif failed and place is None and not is_writable:
+                self._suspect(key, size, "length")
+                results[position] = SetResult.REJECTED
+            elif place is not None and not is_denied:
+                results[position] = SetResult.EXISTS
+            elif failed and not is_denied:
                 # It may be there: a store that does not list would get one more copy of it from every server.
                 results[position] = SetResult(failed)
             else:
@@ -496,16 +468,14 @@ class ObjectPageStore(TierStore):
         """Remove every copy of these pages, for everybody."""
         deadline = self._requests.deadline()
         self._bad_pages.clear(keys)
-        keys = [key for key in keys if not self._clearing.hides(key)]
         requests, catalog = self._requests, self._catalog
-        looks = [requests.trying(partial(catalog.refresh, digest, deadline)) for digest in identities_of(keys)]
-        requests.share(looks, deadline)
-        places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all(key)]
-        are_pages, _ = requests.share([partial(self._is_page, key, place) for key, place in places], deadline)
+        # Packs that are gone are forgotten.
+        self._look_up(keys, self._clearing.hides, deadline)
         of_packs: dict[tuple[bytes, Pack], dict[bytes, int]] = {}
-        for (key, place), is_page in zip(places, are_pages, strict=True):
-            if is_page:
-                masks = of_packs.setdefault((key[:IDENTITY_LENGTH], place.pack), {})
+        for key in keys:
+            digest = key[:IDENTITY_LENGTH]
+            for place in () if self._clearing.hides(key) else catalog.of(digest).index.find_all(key):
+                masks = of_packs.setdefault((digest, place.pack), {})
                 masks[key] = masks.get(key, 0) | place.mask
         burials = [
             requests.trying(partial(catalog.bury, digest, pack, reduce(or_, masks.values())))
@@ -513,21 +483,6 @@ class ObjectPageStore(TierStore):
         ]
         answers, _ = requests.share(burials, deadline)
         return len({key for masks, done in zip(of_packs.values(), answers, strict=True) if done for key in masks})
-
-    def _is_page(self, key: bytes, place: Place, call: Call[Any]) -> bool:
-        """Whether a place has this page, or what was to be one; not another one with the same short hash."""
-        requests = self._requests
-        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
-        try:
-            return not _shares_its_name(requests.part(name, place.offset, place.offset + HEADER_LENGTH), key)
-        except Exception as error:  # noqa: BLE001 - as above
-            if begins_behind_the_end(error):
-                return True
-            if requests.explained(error).reason == "absent":
-                self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
-            else:
-                requests.failed(error, call, SetResult)
-            return False
 
     # -- bad pages (examination.py) --------------------------------------------------------------------------------
 

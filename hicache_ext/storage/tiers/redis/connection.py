@@ -42,14 +42,12 @@ logger = logging.getLogger(__name__)
 
 
 LONGEST_LINE = 4096
-LONGEST_TEXT = 64 * 1024
-"""Bytes of a bulk string that is no page: replies to AUTH, PING, EVAL."""
 LONGEST_DRAINED = 1 << 20
 """A value of another length than the page's is read and thrown away up to here; a longer one costs the connection."""
 LARGEST_VALUE = 512 << 20
 """Redis' own limit (proto-max-bulk-len)."""
 MOST_RECEIVED = 8 << 20
-"""Bytes of an answer that may be a list: the map of 16,384 slots in pieces takes less."""
+"""Bytes of an answer that is no page: the map of 16,384 slots in pieces takes less."""
 _DEEPEST_LIST = 6
 
 _BUFFER_SIZE = 16 * 1024
@@ -70,10 +68,9 @@ class ErrorReply:
         return word if _ERROR_CODE.fullmatch(word) else "ERR"
 
 
-Reply = int | bytes | str | ErrorReply | None
+Answer = int | bytes | str | ErrorReply | list["Answer"] | None
 """A simple string (+OK) is a ``str``: it says that a command was done, where a bulk string of the same text would
 not."""
-Answer = Reply | list["Answer"]
 
 
 def new_nonce() -> bytes:
@@ -93,58 +90,44 @@ def command_of_equals(word: bytes, arguments: Sequence[bytes]) -> bytes:
     return b"*%d\r\n$%d\r\n%b%b%b\r\n" % (len(arguments) + 1, len(word), word, between, between.join(arguments))
 
 
-class _Received(io.RawIOBase):
-    """What arrives, for a BufferedReader."""
-
-    def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
-        self.receive_into = receive_into
-        self.count = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        received = self.receive_into(memoryview(buffer))
-        self.count += received
-        return received
-
-
-class ReplyReader:
-    """Takes replies off a connection, one call per reply, in the order of the requests.
+class ReplyReader(io.RawIOBase):
+    """Takes answers off a connection, one call per answer, in the order of the requests.
 
     ``receive_into`` fills a buffer with at least one byte and says how many, or raises; its errors come out as they
     are.
     """
 
     def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
-        self._received = _Received(receive_into)
-        self._buffered = io.BufferedReader(self._received, _BUFFER_SIZE)
-        self._used = 0
+        self._receive_into = receive_into
+        self._received = self._used = 0
+        self._buffered = io.BufferedReader(self, _BUFFER_SIZE)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """What arrives, for the buffer."""
+        received = self._receive_into(memoryview(buffer))
+        self._received += received
+        return received
 
     @property
     def empty(self) -> bool:
         """No byte has arrived that no reply has used: so it must be whenever nothing is awaited."""
-        return self._used == self._received.count
-
-    def reply(self, longest: int = LONGEST_TEXT) -> Reply:
-        """A reply that is no page and no array. ``longest``: bytes of a bulk string."""
-        return self._reply(self._line(), longest)
+        return self._used == self._received
 
     def answer(self) -> Answer:
-        """A reply that may be an array, of ``MOST_RECEIVED`` bytes at most."""
+        """What is no page, of ``MOST_RECEIVED`` bytes at most."""
         return self._answer(self._used + MOST_RECEIVED, 0)
 
     def _answer(self, end: int, depth: int) -> Answer:
         line = self._line()
         if self._used > end or depth > _DEEPEST_LIST:
             raise ProtocolError("an answer without end")
-        if line[:1] != b"*":
-            return self._reply(line, end - self._used)
-        # A list of no length is nothing.
-        return [self._answer(end, depth + 1) for _ in range(_length(line[1:]) or 0)]
-
-    def _reply(self, line: bytes, longest: int) -> Reply:
         kind, rest = line[:1], line[1:]
+        if kind == b"*":
+            # A list of no length is nothing.
+            return [self._answer(end, depth + 1) for _ in range(_length(rest) or 0)]
         if kind == b":":
             if not _INTEGER.fullmatch(rest):
                 raise ProtocolError("an integer that is none")
@@ -157,7 +140,7 @@ class ReplyReader:
             length = _length(rest)
             if length is None:
                 return None
-            if length > longest:
+            if length > end - self._used:
                 raise OversizedValueError(length)
             text = bytearray(length)
             self._fill(memoryview(text))
@@ -401,9 +384,9 @@ class Connection:
         lines = text.decode("utf-8", "replace").splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
-    def ask(self, requests: Sequence[bytes]) -> list[Reply]:
+    def ask(self, requests: Sequence[bytes]) -> list[Answer]:
         """The replies to short ``requests``, pipelined. Raises ProtocolError where they may belong to others."""
-        replies: list[Reply] = []
+        replies: list[Answer] = []
         if not requests:
             return replies
         question, nonce = self.question()
@@ -411,7 +394,7 @@ class Connection:
             portion = requests[first : first + _SHORT_REQUESTS]
             last = first + len(portion) == len(requests)
             self.send(b"".join([*portion, question] if last else portion))
-            replies.extend([self.reader.reply() for _ in portion])
+            replies.extend([self.reader.answer() for _ in portion])
         self._confirm(nonce)
         return replies
 
@@ -432,7 +415,7 @@ class Connection:
     def _confirm(self, nonce: bytes) -> None:
         if not nonce:
             return
-        reply = self.reader.reply()
+        reply = self.reader.answer()
         if isinstance(reply, ErrorReply):
             # No permission, or a server that takes no writes (-MISCONF): it says nothing about the other replies.
             self.refused_question()
@@ -500,7 +483,7 @@ def _open(
         for step in [*steps, [b"PING"]]:
             name = step[0].decode()
             connection.send(command(*step))
-            reply = connection.reader.reply()
+            reply = connection.reader.answer()
             if isinstance(reply, ErrorReply):
                 if name == "PING" and reply.code != "NOAUTH":
                     connection.refused_question()
@@ -510,7 +493,7 @@ def _open(
                 raise ProtocolError(f"{name} was not answered as Redis does")
         # For people who look at CLIENT LIST. A user need not be allowed to.
         connection.send(command(b"CLIENT", b"SETNAME", b"hicache_ext"))
-        connection.reader.reply()
+        connection.reader.answer()
         on_failure.pop_all()
         return connection
 

@@ -12,11 +12,13 @@ import logging
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from hicache_ext.errors import (
     ConfigError,
     LaneBusyError,
+    LoginError,
     NodeDownError,
     ProtocolError,
     RefusedError,
@@ -48,12 +50,11 @@ _OLDEST = 300.0
 
 
 class Lane:
-    """At most ``limit`` connections to one node, and those of them that are idle. Threads: any."""
+    """At most ``limit`` connections to one node in use. Threads: any."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._taken = 0
-        self._idle: list[Connection] = []
         self._changed = threading.Condition()
 
     @property
@@ -78,28 +79,6 @@ class Lane:
                 self._taken -= 1
                 self._changed.notify()
 
-    def take(self, is_good: Callable[[Connection], bool]) -> Connection | None:
-        """The idle one that was used last; those that are not good are closed."""
-        while True:
-            with self._changed:
-                if not self._idle:
-                    return None
-                connection = self._idle.pop()
-            if is_good(connection):
-                return connection
-            connection.close()
-
-    def put(self, connection: Connection) -> None:
-        with self._changed:
-            self._idle.append(connection)
-
-    def drop(self) -> None:
-        """Close those that are idle."""
-        with self._changed:
-            dropped, self._idle = self._idle, []
-        for connection in dropped:
-            connection.close()
-
 
 class Node:
     """Pages and short requests have connections of their own, so that a look-up never waits behind megabytes."""
@@ -120,6 +99,7 @@ class Node:
         self._when_down = when_down
         self.pages = Lane(tier.connections)
         self.requests = Lane(2)
+        self._idle: deque[Connection] = deque()
         self._log = LimitedLog(logger)
         self.writes = WritePause()
         self._refused: RefusedError | None = None
@@ -148,18 +128,13 @@ class Node:
     def connection(self, lane: Lane, deadline: float, *, fresh: bool = False) -> Iterator[Connection]:
         """A connection for the thread that asks; closed instead of kept if anything is raised or left unread.
 
-        ``fresh`` after an idle one turned out to be dead: the lane's other idle ones may be, too. Raises NodeDownError,
-        TimeoutError, OSError, ProtocolError.
+        ``fresh``: none that was idle, after one turned out to be dead. Raises NodeDownError, TimeoutError, OSError,
+        ProtocolError.
         """
         if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
-            if fresh:
-                lane.drop()
-            # One of its own rather than of the other lane.
-            lanes = [] if fresh else sorted((self.pages, self.requests), key=lambda one: one is not lane)
-            idle = next((found for one in lanes if (found := one.take(self._is_good)) is not None), None)
-            connection = idle or self._open(deadline)
+            connection = (None if fresh else self._idle_one()) or self._open(deadline)
             connection.deadline = deadline
             try:
                 yield connection
@@ -167,7 +142,7 @@ class Node:
                 connection.close()
                 raise
             if self.up and connection.reader.empty and connection.address in self._addresses:
-                lane.put(connection)
+                self._idle.append(connection)
             else:
                 connection.close()
 
@@ -185,10 +160,15 @@ class Node:
         finally:
             connection.close()
 
-    def _is_good(self, connection: Connection) -> bool:
-        """Of an idle one."""
-        old = time.monotonic() - connection.opened > _OLDEST
-        return not old and connection.address in self._addresses and not connection.has_something()
+    def _idle_one(self) -> Connection | None:
+        """The one that was used last; those that are old, lead elsewhere or were ended are closed."""
+        with contextlib.suppress(IndexError):
+            while connection := self._idle.pop():
+                is_old = time.monotonic() - connection.opened > _OLDEST
+                if not is_old and connection.address in self._addresses and not connection.has_something():
+                    return connection
+                connection.close()
+        return None
 
     def _open(self, deadline: float) -> Connection:
         try:
@@ -218,9 +198,7 @@ class Node:
             # No answer says nothing about the server.
             return
         known = self._addresses
-        self._addresses = [address for address in known if address in found] + [
-            address for address in found if address not in known
-        ]
+        self._addresses = sorted(found, key=lambda address: known.index(address) if address in known else len(known))
         if known and known[0] not in found:
             self._log.log(logging.INFO, "moved", "redis node %s has another address now", self.endpoint)
 
@@ -264,8 +242,10 @@ class Node:
         self._drop()
 
     def _drop(self) -> None:
-        self.pages.drop()
-        self.requests.drop()
+        """Close those that are idle."""
+        with contextlib.suppress(IndexError):
+            while connection := self._idle.pop():
+                connection.close()
 
     def _reach(self) -> bool:
         try:
@@ -290,7 +270,7 @@ class Node:
         if self._breaker.closing:
             connection.close()
         else:
-            self.pages.put(connection)
+            self._idle.append(connection)
         return True
 
     def _changed(self, state: BreakerState, reason: str) -> None:
@@ -307,7 +287,15 @@ class Node:
 
 
 def error_words(error: BaseException) -> str:
-    """What went wrong in a few words that repeat nothing we sent."""
+    """What went wrong in a few words that repeat nothing we sent, for whoever configures the tier."""
+    if isinstance(error, LoginError) and str(error).startswith("SELECT"):
+        return f"{error}; a cluster has only database 0"
+    if isinstance(error, LoginError):
+        # ERR is also what one says that takes no more clients.
+        more = ", and its maxclients" if error.code == "ERR" else ""
+        return f"the login is refused ({error.code}); check username and password{more}"
+    if isinstance(error, RefusedError) and error.code == "NOPERM":
+        return f"the user may not use {error.word.decode()}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused ({error.verify_message})"
     if isinstance(error, ssl.SSLError):

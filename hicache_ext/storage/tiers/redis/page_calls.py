@@ -26,9 +26,9 @@ from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.bad_pages import Stored, Verdict
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
 from hicache_ext.storage.tiers.redis.connection import (
+    Answer,
     Connection,
     ErrorReply,
-    Reply,
     command,
     command_of_equals,
     page_name,
@@ -234,18 +234,14 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
     missing = []
     refused = []
     for call, reply in zip(calls, _ask(connection, calls, b"STRLEN"), strict=True):
-        if isinstance(reply, ErrorReply):
-            if _is_redirect(call, reply):
-                continue
-            if reply.code != "WRONGTYPE":
-                call.finish(SetResult.ERROR, reply.code)
-                refused.append(reply.code)
-                continue
-            length = -1
-        elif (length := _integer(reply)) == call.size:
-            call.finish(SetResult.EXISTS)
+        if _is_redirect(call, reply):
             continue
-        if length:
+        if isinstance(reply, ErrorReply) and reply.code != "WRONGTYPE":
+            call.finish(SetResult.ERROR, reply.code)
+            refused.append(reply.code)
+        elif reply == call.size:
+            call.finish(SetResult.EXISTS)
+        elif isinstance(reply, ErrorReply) or _integer(reply, b"STRLEN"):
             call.seen = True
             call.finish(SetResult.REJECTED, "suspect")
         else:
@@ -257,7 +253,7 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
 
 def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
     """Why the server refused it, if it did."""
-    reply = connection.reader.reply()
+    reply = connection.reader.answer()
     if reply == "OK":
         call.finish(SetResult.STORED)
     elif reply is None:
@@ -279,11 +275,8 @@ def _refuse(call: PageCall, refusal: str) -> None:
 def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes) -> None:
     """One request without payload per page (EXISTS, UNLINK) whose answer is an integer."""
     for call, reply in zip(calls, _ask(connection, calls, word), strict=True):
-        if isinstance(reply, ErrorReply):
-            if not _is_redirect(call, reply):
-                raise RefusedError(reply.code, word)
-        else:
-            call.finish(_integer(reply))
+        if not _is_redirect(call, reply):
+            call.finish(_integer(reply, word))
 
 
 def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Sequence[bytes]) -> None:
@@ -297,11 +290,9 @@ def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Seque
         replies = connection.ask([command_of_equals(b"EXISTS", names[group.start : group.stop]) for group in groups])
         asked, groups = groups, []
         for group, reply in zip(asked, replies, strict=True):
-            if isinstance(reply, ErrorReply):
-                if _is_redirect(call, reply):
-                    return
-                raise RefusedError(reply.code, b"EXISTS")
-            count = _integer(reply)
+            if _is_redirect(call, reply):
+                return
+            count = _integer(reply, b"EXISTS")
             if count == len(group):
                 present[group.start : group.stop] = b"\1" * len(group)
             elif count and len(group) > 1:
@@ -310,40 +301,32 @@ def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Seque
     call.finish(present)
 
 
-def read_again(connection: Connection, call: PageCall, most: int) -> None:
-    """The first ``most`` bytes of whatever has the page's name, as ``Stored``; None where there is nothing."""
-    (length,) = _ask(connection, [call], b"STRLEN")
-    if isinstance(length, ErrorReply):
-        if length.code == "WRONGTYPE":
-            call.finish(Stored(-1, memoryview(b"")))
-        elif not _is_redirect(call, length):
-            raise RefusedError(length.code, b"STRLEN")
-        return
-    length = _integer(length)
-    if length == 0 and _ask(connection, [call], b"EXISTS") == [0]:
-        call.finish(GetResult.MISS)
-        return
+def read_again(connection: Connection, name: bytes, most: int) -> Stored | None:
+    """The first ``most`` bytes of whatever is there under ``name``; None where there is nothing. Raises RefusedError,
+    also where another node has it."""
+    (length,) = connection.ask([command(b"STRLEN", name)])
+    if isinstance(length, ErrorReply) and length.code == "WRONGTYPE":
+        return Stored(-1, memoryview(b""))
+    length = _integer(length, b"STRLEN")
+    if length == 0 and connection.ask([command(b"EXISTS", name)]) == [0]:
+        return None
     data = memoryview(bytearray(min(length, most)))
-    beginning = b"GETRANGE", call.name, b"0", b"%d" % (most - 1)
-    connection.send(call.request(b"GET") if length <= most else command(*beginning))
+    beginning = b"GETRANGE", name, b"0", b"%d" % (most - 1)
+    connection.send(command(b"GET", name) if length <= most else command(*beginning))
     if connection.reader.page_into(data, []) != len(data):
         raise ProtocolError("not as many bytes as the value has")
-    call.finish(Stored(length, data))
+    return Stored(length, data)
 
 
-def remove_bad(connection: Connection, call: PageCall, bad: Stored) -> None:
-    """Remove the value if it still is ``bad``: the result is a ``Verdict``, or None."""
+def remove_bad(connection: Connection, name: bytes, bad: Stored) -> Verdict | None:
+    """Remove the value if it still is ``bad``; None where it is not. Raises RefusedError as ``read_again``."""
     digest = hashlib.sha1(bad.data, usedforsecurity=False).hexdigest().encode()
     numbers = (b"%d" % bad.length, b"%d" % len(bad.data))
-    (reply,) = connection.ask([command(b"EVAL", _REMOVE_IF_SAME, b"1", call.name, *numbers, digest)])
+    (reply,) = connection.ask([command(b"EVAL", _REMOVE_IF_SAME, b"1", name, *numbers, digest)])
     if isinstance(reply, ErrorReply) and reply.code in _WITHOUT_SCRIPTS:
         # Two reads over two connections found the same; only the server's comparison is missing.
-        (reply,) = _ask(connection, [call], b"UNLINK")
-    if isinstance(reply, ErrorReply):
-        if not _is_redirect(call, reply):
-            raise RefusedError(reply.code, b"UNLINK")
-    else:
-        call.finish(Verdict.REMOVED if _integer(reply) else None)
+        (reply,) = connection.ask([command(b"UNLINK", name)])
+    return Verdict.REMOVED if _integer(reply, b"UNLINK") else None
 
 
 def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> list[RefusedError]:
@@ -363,20 +346,23 @@ def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> li
     return refused
 
 
-def _ask(connection: Connection, calls: Sequence[PageCall], word: bytes) -> list[Reply]:
+def _ask(connection: Connection, calls: Sequence[PageCall], word: bytes) -> list[Answer]:
     return connection.ask([call.request(word) for call in calls])
 
 
-def _integer(reply: Reply) -> int:
+def _integer(reply: Answer, word: bytes) -> int:
+    if isinstance(reply, ErrorReply):
+        raise RefusedError(reply.code, word)
     if not isinstance(reply, int):
         raise ProtocolError("not the integer that was asked for")
     return reply
 
 
-def _is_redirect(call: PageCall, error: ErrorReply) -> bool:
-    if error.code in REDIRECTS:
-        call.finish(ELSEWHERE, REDIRECTS[error.code])
-    return call.result is ELSEWHERE
+def _is_redirect(call: PageCall, reply: Answer) -> bool:
+    if not isinstance(reply, ErrorReply) or reply.code not in REDIRECTS:
+        return False
+    call.finish(ELSEWHERE, REDIRECTS[reply.code])
+    return True
 
 
 Talk = Callable[..., str | None]

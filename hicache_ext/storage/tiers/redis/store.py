@@ -13,10 +13,10 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,7 @@ from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
     LARGEST_VALUE,
+    Connection,
     command,
     identity_name,
     page_name,
@@ -75,6 +76,7 @@ from hicache_ext.storage.tiers.redis.topology import Topology, post_hint, read_h
 
 logger = logging.getLogger(__name__)
 
+_Found = TypeVar("_Found")
 _ATTEMPTS = 2
 """Connections tried for one page: the first may have died while it was idle."""
 _SHARE = 256 * 1024
@@ -263,31 +265,26 @@ class RedisPageStore(TierStore):
             if call.seen:
                 self._bad_pages.suspect(call.key, call.size, call.reason)
 
-    def _examine(self, key: bytes, talk: Talk) -> Any:
-        """What ``talk`` finds out about one page over a connection of its own. Raises NotReadError."""
-        call = PageCall(key, self._page_name(key))
-        node = self._topology.node_of(call.name)
+    def _aside(self, key: bytes, talk: Callable[[Connection, bytes], _Found | None]) -> _Found | None:
+        """What ``talk`` finds under the name of a page, over a connection of its own. Raises NotReadError."""
+        name = self._page_name(key)
+        node = self._topology.node_of(name)
         if self._clearing.hides(key):
             return None
         if node is None:
             raise NotReadError("no_node")
         try:
             with node.aside() as connection:
-                talk(connection, [call])
+                return talk(connection, name)
         except (OSError, StoreError, ConfigError) as error:
             raise NotReadError(error_words(error)) from None
-        if call.result is ELSEWHERE:
-            raise NotReadError("redirected")
-        return call.result
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
         """For ``BadPages``, as ``remove_bad``."""
-        answer = self._examine(key, lambda connection, calls: read_again(connection, calls[0], most))
-        return answer if isinstance(answer, Stored) else None
+        return self._aside(key, partial(read_again, most=most))
 
     def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
-        answer = self._examine(key, lambda connection, calls: remove_bad(connection, calls[0], bad))
-        return answer if isinstance(answer, Verdict) else None
+        return self._aside(key, partial(remove_bad, bad=bad))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

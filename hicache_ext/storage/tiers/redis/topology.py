@@ -15,13 +15,12 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hicache_ext.errors import (
     ClearLaterError,
     ConfigError,
-    LoginError,
     ProtocolError,
     RefusedError,
     StoreError,
@@ -37,9 +36,9 @@ from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
     LONGEST_LINE,
     MOST_RECEIVED,
+    Answer,
     Connection,
     ErrorReply,
-    Reply,
     TlsContexts,
     command,
     identity_name,
@@ -72,7 +71,6 @@ _LONGEST_FAREWELL = 5.0
 
 _Map = list[Endpoint | None]
 """The primary of each slot, where it has one with a name."""
-_Answer = TypeVar("_Answer")
 
 
 class Topology:
@@ -198,59 +196,46 @@ class Topology:
         return _REFRESH_PAUSE if wanted else self._interval
 
     def _learn(self) -> BaseException | None:
-        """Ask the nodes until one knows every slot; why none could be used, or None."""
-        if self._tier.service is not None:
-            return self._learn_from_sentinels()
+        """Ask the nodes until one knows every slot, or all Sentinels, and believe what most of these say; why nothing
+        could be learnt, or None."""
         problem: BaseException | None = None
         best: _Map | None = None
+        named: Counter[Endpoint | None] = Counter()
         for node in self._asked():
             if self._keeper.stopping or (best is not None and None not in best):
                 break
-            answer = self._answer(node, self._map_of)
+            answer = self._answer(node)
             if isinstance(answer, BaseException):
-                problem = problem or _in_words(answer)
-            elif answer is None:
-                if not self.is_cluster:
-                    return self._use_single(node)
-                problem = problem or ConnectionError(f"{node.endpoint} is in no cluster any more")
+                problem = problem or answer
+            elif node in self._sentinels:
+                named.update(answer)
             # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
             elif best is None or answer.count(None) < best.count(None):
                 best = answer
-        if best is not None:
-            return self._use_cluster(best)
-        return problem or ConnectionError("no server")
+        if named:
+            best = [named.most_common(1)[0][0]]
+        return (problem or ConnectionError("no server")) if best is None else self._use(best)
 
     def _asked(self) -> Iterator[Node]:
-        """The nodes that are known; where they do not do, those of the configuration, all reached side by side."""
-        yield from sorted(self._nodes.values(), key=lambda node: (not node.up, node is not self._told_by))
-        yield from [self._node(endpoint) for endpoint in self._tier.endpoints]
-
-    def _learn_from_sentinels(self) -> BaseException | None:
-        """The primary that most Sentinels name. Until it can be reached the one of before stays."""
+        """The Sentinels. Or the nodes that are known; where they do not do, those of the configuration, all reached
+        side by side."""
+        if self._tier.service is None:
+            yield from sorted(self._nodes.values(), key=lambda node: (not node.up, node is not self._told_by))
+            yield from [self._node(endpoint) for endpoint in self._tier.endpoints]
+            return
         if not self._sentinels:
             # A Sentinel has no database, and is no node for the metrics.
             login = {"username": self._tier.sentinel_username, "password": self._tier.sentinel_password, "database": 0}
             tier, metrics = self._tier.model_copy(update=login), TierMetrics(self._name)
             self._sentinels = [Node(tier, one, self._tls, metrics, self.refresh_soon) for one in tier.endpoints]
-        answers = [self._answer(sentinel, self._primary_by) for sentinel in self._sentinels]
-        named = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if not named:
-            problems = [answer for answer in answers if isinstance(answer, BaseException)]
-            return _in_words(problems[0])
-        ((primary, _),) = Counter(named).most_common(1)
-        return self._use_single(self._node(primary))
+        yield from self._sentinels
 
-    def _keep_only(self, kept: Iterable[Node]) -> None:
-        """Close all other nodes."""
-        for endpoint in self._nodes.keys() - {node.endpoint for node in kept}:
-            self._nodes.pop(endpoint).close(0)
-
-    def _answer(self, node: Node, ask: Callable[[Node], _Answer]) -> _Answer | BaseException:
-        """What a node answers, or why it does not."""
+    def _answer(self, node: Node) -> _Map | BaseException:
+        """What a node says of the map, or why it does not."""
         if (problem := node.problem()) is not None:
             return problem
         try:
-            return ask(node)
+            return self._map_of(node)
         except StoreSetupError:
             raise
         except (StoreError, OSError, ConfigError) as error:
@@ -264,48 +249,41 @@ class Topology:
             self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, kind)
             return ConnectionError(f"an answer that no Redis gives ({kind})")
 
-    def _asking(self, node: Node) -> contextlib.AbstractContextManager[Connection]:
-        """A connection for one question."""
-        return node.connection(node.requests, time.monotonic() + short_call(self._tier))
-
-    def _primary_by(self, sentinel: Node) -> Endpoint:
-        """The primary that a Sentinel names. Raises StoreError, OSError, ConfigError, and ValueError or TypeError for
-        what no Sentinel says."""
-        service = self._tier.service or ""
-        with self._asking(sentinel) as connection:
-            address: Any = connection.tell(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
-        if not address:
-            raise ConnectionError(f"the Sentinel knows no service {service}")
-        host, port = address
-        return Endpoint.named(host, port)
-
-    def _map_of(self, node: Node) -> _Map | None:
-        """None when the server is no cluster."""
-        if self._tier.cluster is False:
-            return None
-        with self._asking(node) as connection:
+    def _map_of(self, node: Node) -> _Map:
+        """The map by a node; of one slot by a Sentinel, and where the server is no cluster. Raises StoreError, OSError,
+        ConfigError, and ValueError or TypeError for what none says."""
+        service = self._tier.service
+        if service is None and self._tier.cluster is False:
+            return [node.endpoint]
+        with node.connection(node.requests, time.monotonic() + short_call(self._tier)) as connection:
+            if service is not None:
+                address: Any = connection.tell(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
+                if not address:
+                    raise ConnectionError(f"the Sentinel knows no service {service}")
+                host, port = address
+                return [Endpoint.named(host, port)]
             connection.send(command(b"CLUSTER", b"SLOTS"))
             answer = connection.reader.answer()
-        if isinstance(answer, ErrorReply):
-            # Others say that it is loading, or that the user may not ask: NOPERM, LOADING.
-            if answer.code != "ERR":
-                raise RefusedError(answer.code, b"CLUSTER SLOTS")
-            if self._tier.cluster == "auto":
-                return None
+        if not isinstance(answer, ErrorReply):
+            return _map_in(answer, node.endpoint)
+        # Others say that it is loading, or that the user may not ask: NOPERM, LOADING.
+        if answer.code != "ERR":
+            raise RefusedError(answer.code, b"CLUSTER SLOTS")
+        if self._tier.cluster is True:
             problem = f"redis at {node.endpoint} is not a cluster, and cluster is true"
             raise StoreSetupError(self._name, problem, ["leave cluster out, or set it to false"])
-        return _map_in(answer, node.endpoint)
+        if self.is_cluster:
+            raise ConnectionError(f"{node.endpoint} is in no cluster any more")
+        return [node.endpoint]
 
-    def _use_single(self, node: Node) -> BaseException | None:
-        if (problem := node.problem()) is None:
-            self._slots = [node]
-            self._keep_only([node])
-        return problem
-
-    def _use_cluster(self, named: _Map) -> BaseException | None:
+    def _use(self, named: _Map) -> BaseException | None:
+        """Send pages where a map says; until the primary that Sentinels name can be reached, where they went before."""
         nodes = {endpoint: self._node(endpoint) for endpoint in set(named) if endpoint is not None}
+        if len(named) == 1 and (problem := next(iter(nodes.values())).problem()) is not None:
+            return problem
         self._slots = [None if endpoint is None else nodes[endpoint] for endpoint in named]
-        self._keep_only(self.nodes)
+        for endpoint in self._nodes.keys() - nodes.keys():
+            self._nodes.pop(endpoint).close(0)
         problems = [node.problem() for node in self.nodes]
         return None if None in problems else next(iter(problems), ConnectionError("it has no slots"))
 
@@ -340,19 +318,6 @@ def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
         return Endpoint.named(host, port) if host else asked._replace(port=int(port))
     except (TypeError, ValueError):
         return None
-
-
-def _in_words(error: BaseException) -> BaseException:
-    """The error as whoever configures the tier understands it."""
-    if isinstance(error, LoginError) and str(error).startswith("SELECT"):
-        return ConnectionError(f"{error}; a cluster has only database 0")
-    if isinstance(error, LoginError):
-        # ERR is also what one says that takes no more clients.
-        more = ", and its maxclients" if error.code == "ERR" else ""
-        return ConnectionError(f"the login is refused ({error.code}); check username and password{more}")
-    if isinstance(error, RefusedError) and error.code == "NOPERM":
-        return ConnectionError(f"the user may not use {error.word.decode()}")
-    return error
 
 
 # -- hints -------------------------------------------------------------------------------------------------------------
@@ -501,8 +466,7 @@ def _document(connection: Connection, name: bytes) -> bytes:
     _without_errors([length], b"STRLEN")
     if not isinstance(length, int) or length > LARGEST_DOCUMENT:
         return b""
-    connection.send(command(b"GET", name))
-    stored = connection.reader.reply(LARGEST_DOCUMENT)
+    stored = connection.tell(b"GET", name)
     return stored if isinstance(stored, bytes) else b""
 
 
@@ -512,7 +476,7 @@ def _unlink(connection: Connection, names: Sequence[bytes]) -> int:
     return sum(reply for reply in replies if isinstance(reply, int))
 
 
-def _without_errors(replies: Sequence[Reply], word: bytes) -> Sequence[Reply]:
+def _without_errors(replies: Sequence[Answer], word: bytes) -> Sequence[Answer]:
     """The replies to ``word``. Raises RefusedError for the first error among them."""
     for reply in replies:
         if isinstance(reply, ErrorReply):
