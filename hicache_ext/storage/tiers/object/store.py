@@ -380,23 +380,30 @@ class ObjectPageStore(TierStore):
         for position, key in enumerate(batch.keys):
             first.setdefault(key, position)
         results: dict[int, SetResult] = {}
+        some_are_bad = self._bad_pages.hides_some
+        found, failed = self._look_up(list(first), self._clearing.hides, deadline)
+        sizes = {key: HEADER_LENGTH + batch.sizes[position] for key, position in first.items()}
+        for key, there in found.items():
+            if there.pack.page_bytes != sizes[key]:
+                self._suspect(key, sizes[key], "length")
         # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-        # Only now: what a verdict has removed is not found.
-        found, failed = self._look_up(list(first), self._clearing.hides, deadline)
+        if some_are_bad:
+            # What was there when it was looked for may have been removed since, and have no verdict any more.
+            left = zip(found, self._catalog.find(list(found)), strict=True)
+            found = {key: found[key] for key, place in left if place is not None}
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
-            place, verdict, size = found.get(key), verdicts.get(key), HEADER_LENGTH + batch.sizes[position]
+            place, verdict = found.get(key), verdicts.get(key)
             is_denied = verdict is Verdict.DENIED
-            if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR) or (size > LARGEST_PAGE and not is_denied):
+            is_writable = is_denied or (verdict is not None and verdict.free)
+            if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR) or (sizes[key] > LARGEST_PAGE and not is_denied):
                 results[position] = SetResult.REJECTED
-            elif place is not None and place.pack.page_bytes != size and not is_denied:
+            elif place is not None and not is_writable:
                 # A whole page of another length: whoever expects this one is wrong, or this process is.
-                self._suspect(key, size, "length")
-                results[position] = SetResult.REJECTED
-            elif place is not None and not is_denied:
-                results[position] = SetResult.EXISTS
-            elif failed and not is_denied:
+                is_it = place.pack.page_bytes == sizes[key]
+                results[position] = SetResult.EXISTS if is_it else SetResult.REJECTED
+            elif failed and place is None and not is_writable:
                 # It may be there: a store that does not list would get one more copy of it from every server.
                 results[position] = SetResult(failed)
             else:
