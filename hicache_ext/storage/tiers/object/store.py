@@ -380,7 +380,7 @@ class ObjectPageStore(TierStore):
         for position, key in enumerate(batch.keys):
             first.setdefault(key, position)
         results: dict[int, SetResult] = {}
-        some_are_bad = self._bad_pages.hides_some
+        bad = [key for key in first if self._bad_pages.hides(key)]
         found, failed = self._look_up(list(first), self._clearing.hides, deadline)
         sizes = {key: HEADER_LENGTH + batch.sizes[position] for key, position in first.items()}
         for key, there in found.items():
@@ -388,10 +388,11 @@ class ObjectPageStore(TierStore):
                 self._suspect(key, sizes[key], "length")
         # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-        if some_are_bad:
-            # What was there when it was looked for may have been removed since, and have no verdict any more.
-            left = zip(found, self._catalog.find(list(found)), strict=True)
-            found = {key: found[key] for key, place in left if place is not None}
+        if bad:
+            # They may have been removed since, and have no verdict any more; a listing from before shows them still.
+            again, failed_again = self._look_up(bad, self._clearing.hides, deadline)
+            found = {key: place for key, place in found.items() if key not in bad} | again
+            failed = failed or failed_again
         new: dict[bytes, list[int]] = {}
         for key, position in first.items():
             place, verdict = found.get(key), verdicts.get(key)

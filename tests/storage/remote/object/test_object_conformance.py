@@ -92,7 +92,7 @@ def test_a_bad_page_that_goes_while_a_write_looks_for_it_is_written_again(monkey
                 assert store.wait_until_examined(10)
             yield from shown
 
-        monkeypatch.setattr(store, "read_again", lambda *arguments: is_listed.wait(10) and read_again(*arguments))
+        monkeypatch.setattr(store, "read_again", lambda *asked: read_again(*asked) if is_listed.wait(10) else None)
         assert read_pages(store, [key], [5000])[0] == [GetResult.CORRUPT]
         monkeypatch.setattr(store._requests, "listed", listed_before)
         assert store_pages(store, [key], [5000]) == [SetResult.STORED]
