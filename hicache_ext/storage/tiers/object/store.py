@@ -293,14 +293,19 @@ class ObjectPageStore(TierStore):
             left = [position for position, result in enumerate(results) if result is None]
             wanted: list[Place | None] = [None] * len(batch)
             lacking: set[bytes] = set()
+            pieces: list[Piece] = []
             for position, place in zip(left, catalog.find([batch.keys[position] for position in left]), strict=True):
-                wanted[position], digest = place, batch.keys[position][:IDENTITY_LENGTH]
+                key, size = batch.keys[position], HEADER_LENGTH + batch.sizes[position]
                 if place is None:
-                    results[position] = listed.get(digest)
+                    results[position] = listed.get(key[:IDENTITY_LENGTH])
                     if results[position] is None:
-                        lacking.add(digest)
+                        lacking.add(key[:IDENTITY_LENGTH])
+                elif place.pack.page_bytes != size:
+                    pieces.append(partial(self._refuse_length, key, size, position, place))
+                else:
+                    wanted[position] = place
             listed |= dict.fromkeys(lacking, GetResult.MISS)
-            pieces: list[Piece] = [
+            pieces += [
                 requests.trying(partial(catalog.refresh, digest, deadline), partial(listed.__setitem__, digest))
                 for digest in lacking
             ]
@@ -318,6 +323,21 @@ class ObjectPageStore(TierStore):
                 missing = GetResult.TIMEOUT
                 break
         return [missing if result is None else result for result in results]
+
+    def _refuse_length(
+        self, key: bytes, size: int, position: int, place: Place, call: Call[Any]
+    ) -> list[tuple[int, GetResult]]:
+        """A name says another length than ``size``. Nothing is said where the pack is gone: its page may be
+        elsewhere."""
+        digest, found = key[:IDENTITY_LENGTH], place.pack.page_bytes
+        try:
+            if self._requests.size_of(packed_name(digest, place.pack)) is None:
+                self._catalog.of(digest).index.forget(place.pack.id)
+                return []
+        except Exception as error:  # noqa: BLE001 - a client library's errors end here
+            return [(position, self._requests.failed(error, call, GetResult))]
+        reason = "truncated" if found < size else "longer"
+        return [(position, self._suspect(key, size, reason))]
 
     def _read_run(self, batch: PageBatch, run: Run, call: Call[Any]) -> list[tuple[int, GetResult | None]]:
         """Read neighbours. Nothing is said of pages whose pack is gone: they may be in one that came since."""
@@ -344,10 +364,10 @@ class ObjectPageStore(TierStore):
         size, results = run.pack.page_bytes, []
         for number, position in enumerate(run.members):
             page, key = body[number * size : (number + 1) * size], batch.keys[position]
-            place, expected = Place(run.pack, run.first + number), HEADER_LENGTH + batch.sizes[position]
+            place = Place(run.pack, run.first + number)
             result = (
-                self._suspect(key, expected, "truncated" if page.nbytes < expected else "longer")
-                if page.nbytes != expected
+                self._suspect(key, size, "truncated")
+                if page.nbytes < size
                 else self._checked(page, key, batch.buffers[position], place, call)
             )
             results.append((position, result))
