@@ -496,14 +496,16 @@ class ObjectPageStore(TierStore):
         """Remove every copy of these pages, for everybody."""
         deadline = self._requests.deadline()
         self._bad_pages.clear(keys)
+        keys = [key for key in keys if not self._clearing.hides(key)]
         requests, catalog = self._requests, self._catalog
-        # Packs that are gone are forgotten.
-        self._look_up(keys, self._clearing.hides, deadline)
+        looks = [requests.trying(partial(catalog.refresh, digest, deadline)) for digest in identities_of(keys)]
+        requests.share(looks, deadline)
+        places = [(key, place) for key in keys for place in catalog.of(key[:IDENTITY_LENGTH]).index.find_all(key)]
+        are_pages, _ = requests.share([partial(self._is_page, key, place) for key, place in places], deadline)
         of_packs: dict[tuple[bytes, Pack], dict[bytes, int]] = {}
-        for key in keys:
-            digest = key[:IDENTITY_LENGTH]
-            for place in () if self._clearing.hides(key) else catalog.of(digest).index.find_all(key):
-                masks = of_packs.setdefault((digest, place.pack), {})
+        for (key, place), is_page in zip(places, are_pages, strict=True):
+            if is_page:
+                masks = of_packs.setdefault((key[:IDENTITY_LENGTH], place.pack), {})
                 masks[key] = masks.get(key, 0) | place.mask
         burials = [
             requests.trying(partial(catalog.bury, digest, pack, reduce(or_, masks.values())))
@@ -511,6 +513,21 @@ class ObjectPageStore(TierStore):
         ]
         answers, _ = requests.share(burials, deadline)
         return len({key for masks, done in zip(of_packs.values(), answers, strict=True) if done for key in masks})
+
+    def _is_page(self, key: bytes, place: Place, call: Call[Any]) -> bool:
+        """Whether a place has this page, or what was to be one; not another one with the same short hash."""
+        requests = self._requests
+        name = packed_name(key[:IDENTITY_LENGTH], place.pack)
+        try:
+            return not _shares_its_name(requests.part(name, place.offset, place.offset + HEADER_LENGTH), key)
+        except Exception as error:  # noqa: BLE001 - as above
+            if begins_behind_the_end(error):
+                return True
+            if requests.explained(error).reason == "absent":
+                self._catalog.of(key[:IDENTITY_LENGTH]).index.forget(place.pack.id)
+            else:
+                requests.failed(error, call, SetResult)
+            return False
 
     # -- bad pages (examination.py) --------------------------------------------------------------------------------
 
