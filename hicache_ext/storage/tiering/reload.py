@@ -277,8 +277,9 @@ def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
     """The tiers that are read or written, in written order."""
     written = {*config.store_locations, config.promote_to}
     used = {*config.retrieve_locations, *config.store_locations}
-    tiers = {name: tier for name, tier in config.tiers.items() if name in used}
-    return {name: tier if name in written else tier.written_by(0) for name, tier in tiers.items()}
+    return {
+        name: tier if name in written else tier.written_by(0) for name, tier in config.tiers.items() if name in used
+    }
 
 
 def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: bool = False) -> dict[str, TierHandle]:
