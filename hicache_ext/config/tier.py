@@ -98,6 +98,7 @@ class TierConfig(ConfigModel):
     write_budget: Annotated[float | None, Allowed(BUDGET_ALLOWED, parse_budget)] = None
     """what all ranks of this server together may write to the tier; left out: no limit"""
     _writers: int = PrivateAttr(default=1)
+    _only_read: bool = PrivateAttr(default=False)
 
     keeps_timeout: ClassVar[bool] = False
     """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
@@ -123,13 +124,24 @@ class TierConfig(ConfigModel):
 
     @property
     def writers(self) -> int:
-        """Ranks of this server that write to the tier; 0: it only reads it, and needs no permission to write."""
+        """Ranks of this server that write to the tier."""
         return self._writers
 
     def written_by(self, ranks: int) -> Self:
         """This tier, with so many ranks that write to it."""
         mine = self.model_copy()
-        mine._writers = ranks
+        mine._writers = max(1, ranks)
+        return mine
+
+    @property
+    def only_read(self) -> bool:
+        """Whether this server writes nothing to it: then it needs no permission to."""
+        return self._only_read
+
+    def not_written(self) -> Self:
+        """This tier, as one that is only read."""
+        mine = self.model_copy()
+        mine._only_read = True
         return mine
 
     def directories(self) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def test_a_redis_tier_that_is_only_read_needs_no_permission_to_write(server: Red
     store.close()
     for command in ("set", "unlink", "scan", "strlen"):
         server.command("ACL", "SETUSER", "default", f"-{command}")
-    store = RedisPageStore("pool", tier_for(server).written_by(0))
+    store = RedisPageStore("pool", tier_for(server).not_written())
     assert_hits(store, KEYS)
     assert all(finding.level is not Level.ERROR for finding in store.diagnose())
     store.close()
@@ -175,7 +175,7 @@ def test_an_object_tier_that_is_only_read_needs_no_permission_to_write(
     store_pages(store, KEYS, [5000])
     store.close()
     proxy.refuses = lambda request: 403 if kind_of(request) in ("PUT", "DELETE") else 0
-    store = ObjectPageStore("cold", object_tier().written_by(0), client)
+    store = ObjectPageStore("cold", object_tier().not_written(), client)
     assert_hits(store, KEYS, [5000])
     assert all(finding.level is not Level.ERROR for finding in store.diagnose())
     store.close()

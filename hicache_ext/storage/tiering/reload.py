@@ -278,7 +278,7 @@ def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
     written = {*config.store_locations, config.promote_to}
     used = {*config.retrieve_locations, *config.store_locations}
     return {
-        name: tier if name in written else tier.written_by(0) for name, tier in config.tiers.items() if name in used
+        name: tier if name in written else tier.not_written() for name, tier in config.tiers.items() if name in used
     }
 
 
@@ -353,8 +353,7 @@ def admission_of(config: TierConfig, role: str) -> AdmissionSettings | None:
         return None
     from hicache_ext.storage.tiering.admission import AdmissionSettings
 
-    writers = max(1, config.writers)  # one that is only read may be written after the next reload
-    return AdmissionSettings(learned, None if budget is None else budget / writers, writers)
+    return AdmissionSettings(learned, None if budget is None else budget / config.writers, config.writers)
 
 
 def _open(name: str, config: TierConfig) -> PageStore:

@@ -37,7 +37,7 @@ _CLOSE_TIMEOUT = 10.0
 
 def cannot_be_written(tier: FileTierConfig) -> bool:
     """Whether this server only reads the tier, and may not write to any of its directories, which are there."""
-    return not tier.writers and all(os.path.isdir(path) and not os.access(path, os.W_OK) for path in tier.path)
+    return tier.only_read and all(os.path.isdir(path) and not os.access(path, os.W_OK) for path in tier.path)
 
 
 class ReadOnlyStore(TierStore):

@@ -31,14 +31,14 @@ class FileTier(TierType):
     def open(self, name: str, tier: FileTierConfig) -> PageStore:
         from hicache_ext.storage.tiers.file.opening import open_file_tier
 
-        if not tier.writers and (store := _read_only(name, tier)) is not None:
+        if tier.only_read and (store := _read_only(name, tier)) is not None:
             return store
         return open_file_tier(name, tier)
 
     def examine(self, name: str, tier: FileTierConfig) -> Sequence[Finding]:
         from hicache_ext.storage.tiers.file.examination import examine
 
-        if not tier.writers and (store := _read_only(name, tier)) is not None:
+        if tier.only_read and (store := _read_only(name, tier)) is not None:
             with closing(store):
                 return store.diagnose()
         return examine(name, tier)

@@ -128,7 +128,7 @@ def diagnose(store: PageStore, again: PageStore, tier: ObjectTierConfig, request
 
     ``again``: another store of the tier, that remembers nothing, and was just opened; ``requests``: its own."""
     findings = [Finding("client", Level.OK, f"obstore {requests.obstore.__version__}"), *_proxies(tier)]
-    if not tier.writers:
+    if tier.only_read:
         return [*findings, Finding("reachable", Level.OK, f"{tier.url} can be listed, and this server only reads it")]
     findings.append(Finding("reachable", Level.OK, f"{tier.url} takes and gives objects"))
     skew = abs(requests.clock_ahead)

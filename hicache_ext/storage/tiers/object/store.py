@@ -132,7 +132,7 @@ class ObjectPageStore(TierStore):
     def _look_at_the_store(self) -> None:
         """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
         requests = self._requests
-        look = requests.find_out if self._tier.writers else requests.look_into_listings
+        look = requests.look_into_listings if self._tier.only_read else requests.find_out
         if failure := requests.within(look, _REQUESTS_AT_START * requests.timeout):
             problem = f"{self._tier.url}: {failure}, asked to {requests.doing}"
             remedies = ["check url, endpoint, region and credentials", "required: false starts without it"]

@@ -166,7 +166,7 @@ class RedisPageStore(TierStore):
             name = self._page_name(os.urandom(KEY_LENGTH))
             try:
                 with node.aside(short_call(self._tier)) as connection:
-                    refused = refused_commands(connection, name, writes=self._tier.writers > 0)
+                    refused = refused_commands(connection, name, writes=not self._tier.only_read)
             except (OSError, StoreError, ConfigError):
                 continue
             missing = [one for one in refused if one.code in _NEVER_ALLOWED]
@@ -616,7 +616,7 @@ class RedisPageStore(TierStore):
         with self._calls:
             findings = diagnose(self._tier, self._topology)
         nodes = self._topology.nodes
-        if not self._tier.writers or not nodes or not all(node.up for node in nodes):
+        if self._tier.only_read or not nodes or not all(node.up for node in nodes):
             return findings
         try:
             again = RedisPageStore(self.name, self._tier)

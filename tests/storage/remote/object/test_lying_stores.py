@@ -111,7 +111,7 @@ from hicache_ext.storage.tiers.object.store import ObjectPageStore
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 from tests.storage.remote.object.test_lying_stores import KEYS, PAGE_BYTES, through
 limit(1024)
-tier = ObjectTierConfig(url="s3://test", timeout=30.0).written_by(0)
+tier = ObjectTierConfig(url="s3://test", timeout=30.0).not_written()
 store = ObjectPageStore("objects", tier, lambda: through(int(sys.argv[1]), "test", "x"))
 buffers = [[memoryview(bytearray(PAGE_BYTES - 128))] for _ in KEYS]
 print([result.name for result in store.get(PageBatch(KEYS, buffers))], store.identities())
@@ -149,7 +149,7 @@ def test_a_listing_without_end_ends(names_without_end: int, bound: str, monkeypa
     monkeypatch.setattr(catalog, "MOST_LISTED", 20000 if bound == "packs" else 5000)
     store = ObjectPageStore(
         "objects",
-        ObjectTierConfig(url="s3://test", timeout=30.0).written_by(0),
+        ObjectTierConfig(url="s3://test", timeout=30.0).not_written(),
         lambda: through(names_without_end, "test", "x"),
     )
     results, _ = read_pages(store, KEYS, [PAGE_BYTES - 128])
@@ -160,7 +160,7 @@ def test_a_listing_without_end_ends(names_without_end: int, bound: str, monkeypa
 
 
 def open_through(port: int, timeout: float = 30.0) -> ObjectPageStore:
-    tier = ObjectTierConfig(url="s3://test", timeout=timeout).written_by(0)
+    tier = ObjectTierConfig(url="s3://test", timeout=timeout).not_written()
     return ObjectPageStore("objects", tier, lambda: through(port, "test", "x"))
 
 
