@@ -133,6 +133,7 @@ class PathStore(TierStore):
         self._bad_log = LimitedLog(logger)
         self._resources = ExitStack()
         """What ``_open`` opened; closed last."""
+        self._bad_found = 0
         self._doubted_until = -math.inf
         self._doubtful: dict[Hashable, None] = {}
         """Slabs or packs in which a page was bad, until they were looked over; the first one is under way."""
@@ -141,6 +142,8 @@ class PathStore(TierStore):
         self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
         try:
             self._open(path, evicted_age or RecentMean())
+            # The metrics may be older than this store: a path that was out of service comes back.
+            self._bad_found = self.metrics.total("corrupt")
         except (OSError, ValueError) as error:
             PathStore._close(self)
             reason = getattr(error, "strerror", None) or error
@@ -216,8 +219,14 @@ class PathStore(TierStore):
     def _pages_in(self, place: Any) -> Iterator[tuple[list[bytes], list[int]]]:
         """Keys and payload bytes of the pages in a place, as far as it tells, a part at a time. Raises OSError."""
 
+    def _damage_found(self) -> int:
+        """Grows with each bad page."""
+        return self.metrics.total("corrupt")
+
     def _write(self, batch: PageBatch) -> list[SetResult]:
         results = self._write_absent(batch)
+        if (found := self._damage_found()) != self._bad_found:
+            self._bad_found, self._doubted_until = found, time.monotonic() + DOUBT
         if self._doubtful or time.monotonic() < self._doubted_until:
             there = [position for position, result in enumerate(results) if result is SetResult.EXISTS]
             keys, sizes = [batch.keys[position] for position in there], [batch.sizes[position] for position in there]
@@ -238,13 +247,11 @@ class PathStore(TierStore):
             segments = [[memory[number * stride :][:size]] for number, size in enumerate(some)]
             yield self._look_at(PageBatch(keys[begin : begin + step], segments, some)), sum(some)
 
-    def _look_over(self, place: Hashable | None) -> None:
-        """Doubt what is there, since a page was bad, and have all pages of its slab or pack (None: of neither) read in
-        the background. Does not wait.
+    def _look_over(self, place: Hashable) -> None:
+        """Have all pages of a slab or a pack read in the background, since one was bad. Does not wait.
 
         Not where others have the directory, too: it may be this machine that is at fault."""
-        self._doubted_until = time.monotonic() + DOUBT
-        if place is None or self.shared:
+        if self.shared:
             return
         with self._doubtful_lock:
             if len(self._doubtful) < _MOST_PLACES:

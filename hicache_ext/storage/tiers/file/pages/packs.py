@@ -310,7 +310,6 @@ class PageFiles(PathStore):
             self._heal(first, Place(run.pack, 0), reason, seen)
             return [GetResult.CORRUPT]
         self.metrics.add("corrupt", reason, count)
-        self._look_over(None)
         self._catalogue.of(first[:IDENTITY_LENGTH]).index.forget_pages(run.pack.id, (1 << count) - 1 << run.first)
         logger.warning("tier %s: %s cannot be read (%s)", self.name, path, reason)
         return [GetResult.CORRUPT] * count
@@ -545,7 +544,8 @@ class PageFiles(PathStore):
             self._bad_log.log(
                 logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self.name, what, reason
             )
-        self._look_over(None if is_alone(pack) else (identity, pack))
+        if not is_alone(pack):
+            self._look_over((identity, pack))
         return is_gone
 
     def _take_away(self, identity: bytes, place: Place, seen: os.stat_result | None = None) -> bool:

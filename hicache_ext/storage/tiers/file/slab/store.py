@@ -38,7 +38,7 @@ from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
 from hicache_ext.storage.tiers.file.slab.directory import SlabDirectory
 from hicache_ext.storage.tiers.file.slab.index import milliseconds
-from hicache_ext.storage.tiers.file.slab.index_words import NO_PAGE, Words, hashes_of
+from hicache_ext.storage.tiers.file.slab.index_words import BAD_HEADERS, NO_PAGE, Words, hashes_of
 from hicache_ext.storage.tiers.file.slab.page_moves import Moved, SlotIo
 from hicache_ext.storage.tiers.file.slab.shapes import (
     KEY,
@@ -294,6 +294,9 @@ class SlabStore(PathStore):
         self._bad_log.log(logging.WARNING, "bad", words, self.name, key.hex(), reason)
         self._look_over(page.slab)
         return True
+
+    def _damage_found(self) -> int:
+        return super()._damage_found() + int(self._index.memory.header[BAD_HEADERS])
 
     def _pages_in(self, place: int) -> Iterator[tuple[list[bytes], list[int]]]:
         slab = self._index.slab(place)
