@@ -132,12 +132,11 @@ FORMER = {
     "test_a_closed_store_still_describes_itself": "-> test_a_closed_store_refuses_calls_and_may_be_closed_again",
     "test_register_identity_takes_any_document_twice": "-> test_identities_are_kept_exactly_if_that_is_declared",
     "test_latencies_fall_into_the_buckets_of_their_bounds": (
-        "-> test_latencies_are_exported_in_the_buckets_of_their_bounds"
+        "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds"
     ),
-    "test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds": (
-        "-> test_latencies_are_exported_in_the_buckets_of_their_bounds"
+    "test_latencies_go_out_as_they_are_measured": (
+        "-> test_latencies_go_out_as_they_are_measured_in_the_buckets_of_their_bounds"
     ),
-    "test_latencies_go_out_as_they_are_measured": ("-> test_latencies_are_exported_in_the_buckets_of_their_bounds"),
     "test_what_one_thread_goes_through_no_other_changes": (
         "what was said is remembered by LimitedLog alone, under its lock"
     ),

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
 
-_MOST_LATENCIES = 1 << 14
-"""That wait for an exporter, which takes them each second; where there is none, the oldest ones are dropped."""
+Observer = Callable[[str, float], None]
+"""Called with an operation and its seconds, on the thread that measured them."""
 
 
 class TierMetrics:
     """Monotonic counters of one tier, keyed (event, reason), e.g. ("get", "hit") or ("corrupt", "checksum").
 
-    Also levels (bytes in a queue) and latencies of whole calls. Thread-safe. ``add`` costs about a microsecond; callers
-    add per batch, not per page, where they can.
+    Also levels (bytes in a queue) and latencies of whole calls, which go to who watches. Thread-safe. ``add`` costs
+    about a microsecond; callers add per batch, not per page, where they can.
 
     Counters of something that is no tier (the pull rule, the decode writer) have a ``prefix`` for the exported names.
     """
@@ -34,7 +34,7 @@ class TierMetrics:
         self._passed_on: dict[tuple[str, str], int] = {}
         self._levels: dict[tuple[str, str], float] = {}
         self._calls: Counter[str] = Counter()
-        self._latencies: deque[tuple[str, float]] = deque(maxlen=_MOST_LATENCIES)
+        self._observers: tuple[Observer, ...] = ()
 
     def declare(self, counts: Mapping[str, Iterable[str]], operations: Iterable[str] = ()) -> None:
         """Create these counts (event -> reasons) and the latencies of these operations at 0.
@@ -93,19 +93,22 @@ class TierMetrics:
         """One call of ``operation`` took ``seconds``."""
         with self._lock:
             self._calls[operation] += 1
-            self._latencies.append((operation, seconds))
+        for observer in self._observers:
+            observer(operation, seconds)
 
     def calls(self) -> dict[str, int]:
         """How many calls of each operation were observed."""
         with self._lock:
             return dict(self._calls)
 
-    def take_latencies(self) -> list[tuple[str, float]]:
-        """Operation and seconds of each call since the last time. For one exporter."""
+    def watch(self, observer: Observer) -> None:
+        """Call ``observer`` with every later observation; it must be quick and never raise."""
         with self._lock:
-            latencies = list(self._latencies)
-            self._latencies.clear()
-        return latencies
+            self._observers = (*self._observers, observer)
+
+    def unwatch(self, observer: Observer) -> None:
+        with self._lock:
+            self._observers = tuple(known for known in self._observers if known != observer)
 
 
 class TransferSamples:

@@ -1,8 +1,8 @@
 """Every counter, level and latency of the tiers at SGLang's Prometheus endpoint (``--enable-metrics``).
 
 SGLang's scheduler processes do not answer ``/metrics`` themselves: prometheus_client's multiprocess mode carries values
-over in files, set up by SGLang. A thread here moves counts and latencies once a second, so that calls do not wait for
-it.
+over in files, set up by SGLang. A thread here moves the counts once a second, so that counting stays cheap. Latencies
+are passed on call by call.
 
 Names follow from what is counted: ``TierMetrics.add("promotion", "stored")`` is
 ``hicache_ext_promotion_total{tier=..., reason="stored"}``, a level ``queue_bytes`` is the gauge
@@ -139,8 +139,7 @@ class Exporter:
     def __init__(self, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> None:
         self._sources = sources
         self._labels = {**dict.fromkeys(_LABELS, "0"), "model_name": "", **labels}
-        self._exported: list[TierMetrics] = []
-        """The sources of the last time."""
+        self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
         self._loop = BackgroundLoop("hicache-metrics", self._export_quietly)
         _build_info().labels(**self._labels, version=__version__).set(1)
         self.export()
@@ -149,35 +148,32 @@ class Exporter:
     def export(self) -> None:
         """Export everything now."""
         sources = list(self._sources())
-        gone = [metrics for metrics in self._exported if not any(metrics is source for source in sources)]
-        # Where this raises, the next time lets them go.
-        self._exported = [*sources, *gone]
         for metrics in sources:
+            self._watch(metrics)
             self._export_counts(metrics)
             for (name, reason), value in metrics.levels().items():
                 self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(value)
-        for metrics in gone:
-            self._let_go(metrics, sources)
-        self._exported = sources
+        for metrics, observer in list(self._watched.values()):
+            if not any(metrics is source for source in sources):
+                self._let_go(metrics, observer, sources)
 
     def _export_counts(self, metrics: TierMetrics) -> None:
         def pass_on(event: str, reason: str, amount: int) -> None:
             self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(amount)
 
         metrics.pass_on_growth(pass_on)
-        latencies = metrics.take_latencies()
-        # Also of calls that were only declared: a series is there before its first event.
-        histograms = {name: self._child(_histogram(), metrics, operation=name) for name in metrics.calls()}
-        for operation, seconds in latencies:
-            histograms[operation].observe(seconds)
 
-    def _let_go(self, metrics: TierMetrics, sources: Iterable[TierMetrics]) -> None:
+    def _let_go(
+        self, metrics: TierMetrics, observer: Callable[[str, float], None], sources: Iterable[TierMetrics]
+    ) -> None:
         """A tier was removed: export its last counts and reset its levels."""
+        metrics.unwatch(observer)
         self._export_counts(metrics)
         successors = [source for source in sources if (source.tier, source.prefix) == (metrics.tier, metrics.prefix)]
         for name, reason in metrics.levels():
             if not any((name, reason) in source.levels() for source in successors):
                 self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(_WHEN_GONE.get(name, 0))
+        del self._watched[id(metrics)]
 
     def close(self) -> None:
         """Export a last time, release all tiers, end the thread. Idempotent."""
@@ -194,6 +190,23 @@ class Exporter:
         except Exception:
             logger.exception("hicache_ext: exporting metrics")
         return _INTERVAL
+
+    def _watch(self, metrics: TierMetrics) -> None:
+        """Pass on every latency. The entry keeps ``metrics`` alive, so that no other object gets its id."""
+        if id(metrics) not in self._watched:
+            histogram = _histogram()
+            observe = functools.lru_cache(None)(lambda operation: self._child(histogram, metrics, operation=operation))
+
+            def pass_on(operation: str, seconds: float) -> None:
+                try:
+                    observe(operation).observe(seconds)
+                except Exception as error:  # noqa: BLE001 - the file behind it may find no room on its disk
+                    logger.debug("hicache_ext: a latency was not exported: %s", error)
+
+            for operation in metrics.calls():
+                observe(operation)
+            self._watched[id(metrics)] = (metrics, pass_on)
+            metrics.watch(pass_on)
 
     def _child(self, family: Any, metrics: TierMetrics, **more: str) -> Any:
         return family.labels(**self._labels, tier=metrics.tier, **more)
