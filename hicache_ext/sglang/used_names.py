@@ -16,7 +16,7 @@ import importlib.util
 import itertools
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Parameter
@@ -493,16 +493,17 @@ class Sources:
                 nodes = [node for tree in trees if tree for node in ast.walk(tree)]
                 found = [{}, *(_own_members(node) for node in nodes if isinstance(node, ast.ClassDef))]
             elif (module := self._module(owner)) is not None:
-                found = [dict.fromkeys(self._imports_of(owner), module), dict(_definitions(module))]
+                found = [_by_name(_definitions(module)), dict.fromkeys(self._imports_of(owner), module)]
             else:
-                found = [*map(_own_members, reversed(self._lineage(owner)))]
-            self._members[owner] = dict(itertools.chain.from_iterable(map(dict.items, found))) if found else None
+                found = [*map(_own_members, self._lineage(owner))]
+            pairs = itertools.chain.from_iterable(map(dict.items, found))
+            self._members[owner] = _by_name(pairs) if found else None
         return self._members[owner]
 
     def parameters(self, owner: str, name: str) -> list[Parameter] | None:
         """Of a function without its ``self``; of a class that generates its constructor, its fields."""
         function = (self.members(owner) or {}).get(name)
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(function, _FUNCTIONS):
             lineage = self._lineage(owner)[::-1] if name == "__init__" else []
             # Of a dataclass, those of its base classes first.
             fields = [node for one in lineage for node in one.body if isinstance(node, ast.AnnAssign)]
@@ -570,12 +571,16 @@ def _parameter(name: str, default: ast.expr | None, kind: Any = Parameter.POSITI
     return Parameter(name, kind, default=Parameter.empty if default is None else default)
 
 
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_DEFINITIONS = _FUNCTIONS | ast.ClassDef
+
+
 def _definitions(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
     """What a module or class defines at its top, also inside ``if`` and ``try``."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop(0)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, _DEFINITIONS):
             yield node.name, node
         elif isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
             pending += list(ast.iter_child_nodes(node))
@@ -584,13 +589,24 @@ def _definitions(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST
                 yield name, node
 
 
+def _by_name(found: Iterable[tuple[str, ast.AST]]) -> dict[str, ast.AST]:
+    """The first one of each name, a function or a class before what else has it: others wrap it, or replace it where
+    something cannot be imported."""
+    members: dict[str, ast.AST] = {}
+    for name, node in found:
+        is_defined = isinstance(node, _DEFINITIONS) and not isinstance(members.get(name), _DEFINITIONS)
+        if is_defined or name not in members:
+            members[name] = node
+    return members
+
+
 def _own_members(one: ast.ClassDef) -> dict[str, ast.AST]:
     """What a class defines, and what its methods set on ``self``."""
-    members: dict[str, ast.AST] = {}
-    for inner in ast.walk(one):
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self":
-            members[inner.attr] = inner
-    return members | dict(_definitions(one))
+    members = [*_definitions(one)]
+    of_methods = [inner for _, node in members if isinstance(node, _FUNCTIONS) for inner in ast.walk(node)]
+    stored = [inner for inner in of_methods if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)]
+    members += [(inner.attr, inner) for inner in stored if ast.unparse(inner.value) == "self"]
+    return _by_name(members)
 
 
 def _assigned(node: ast.AST) -> list[str]:

@@ -8,7 +8,6 @@ there at once, beside the near tiers. Pages found behind ``promote_to`` are writ
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import logging
 import threading
@@ -605,11 +604,8 @@ class TieredStore:
 
     def _beside(self, count: int, work: Callable[[int], _T]) -> list[_T]:
         """``work(0..count-1)`` with the help of other threads."""
-        if observers.spans is None:
-            return self._helpers.run(count, work)
-        # Spans of other threads have the parent of this one.
-        contexts = [contextvars.copy_context() for _ in range(count)]
-        return self._helpers.run(count, lambda number: contexts[number].run(work, number))
+        spans = observers.spans
+        return self._helpers.run(count, work if spans is None else spans.carried(work))
 
     def _call(
         self, tier: PageStore, operation: str, call: Callable[[_Argument], _T], argument: _Argument, otherwise: _T

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from hicache_ext import __version__
 from hicache_ext.config.model import SGLANG, TracingConfig
@@ -23,6 +23,8 @@ from hicache_ext.runtime.threads import call_within
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _EXPORT_TIMEOUT = 5.0
 _END_TIMEOUT = 2.0
@@ -48,6 +50,16 @@ class Spans:
         self._tracer = provider.get_tracer("hicache_ext", __version__)
         self._context = context
         self._trace = trace
+
+    def carried(self, work: Callable[[int], _T]) -> Callable[[int], _T]:
+        """``work`` for other threads, with the parent of this one."""
+        parent = self._context.get_current()
+
+        def with_parent(number: int) -> _T:
+            with self.under(parent):
+                return work(number)
+
+        return with_parent
 
     @contextmanager
     def under(self, parent: Any) -> Iterator[None]:

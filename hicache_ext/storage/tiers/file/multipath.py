@@ -553,6 +553,7 @@ class SpreadStore:
             part.look()
             for digest, document in list(self._identities.items()):
                 opened.register_identity(digest, document)
+            errors = part.errors
             self._clear_again(part, opened)
             with self._state:
                 if part.breaker.closing:
@@ -562,6 +563,9 @@ class SpreadStore:
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
                 part.store = opened
+                if part.errors != errors:
+                    # Until now no error of the device was one of a path in use.
+                    part.doubt_clears()
                 part.failed_calls.clear()
                 part.writes.end()
                 self._usable = tuple(sorted({*self._usable, number}))

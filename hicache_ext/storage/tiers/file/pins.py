@@ -257,7 +257,7 @@ def kept_pages(
     Pinned are also pages that are not there. Of each lease the beginning of its prompt counts that is there: nobody can
     use what is behind pages that are gone.
     """
-    left = math.inf if limit is None else limit
+    left, is_full = math.inf if limit is None else limit, False
     pinned: set[bytes] = set()
     leased: set[bytes] = set()
     sizes: dict[bytes, int] = {}
@@ -270,14 +270,20 @@ def kept_pages(
         for pin in some:
             missing, most_missing = 0, _ELSEWHERE * (pin.paths - 1) if pin.is_lease else math.inf
             its = leased if pin.is_lease else pinned
+            if is_full and not pin.is_lease:
+                continue
             for page_hash in pin.hashes:
                 missing = 0 if sizes[page_hash] else missing + 1
                 if missing > most_missing:
                     break
                 if page_hash in pinned or page_hash in leased or (missing and its is leased):
                     continue
-                if (left := left - sizes[page_hash]) < 0:
-                    return frozenset(pinned), frozenset(pinned | leased), len(sizes)
+                if sizes[page_hash] > left:
+                    if pin.is_lease:
+                        return frozenset(pinned), frozenset(pinned | leased), len(sizes)
+                    is_full = True
+                    break
+                left -= sizes[page_hash]
                 its.add(page_hash)
     return frozenset(pinned), frozenset(pinned | leased), len(sizes)
 

@@ -42,12 +42,14 @@ logger = logging.getLogger(__name__)
 
 
 LONGEST_LINE = 4096
+LONGEST_TEXT = 64 * 1024
+"""Bytes of an answer that is neither a page nor may be a list: replies to AUTH, PING, EVAL."""
 LONGEST_DRAINED = 1 << 20
 """A value of another length than the page's is read and thrown away up to here; a longer one costs the connection."""
 LARGEST_VALUE = 512 << 20
 """Redis' own limit (proto-max-bulk-len)."""
 MOST_RECEIVED = 8 << 20
-"""Bytes of an answer that is no page: the map of 16,384 slots in pieces takes less."""
+"""Bytes of an answer that may be a list: the map of 16,384 slots in pieces takes less."""
 _DEEPEST_LIST = 6
 
 _BUFFER_SIZE = 16 * 1024
@@ -116,18 +118,19 @@ class ReplyReader(io.RawIOBase):
         """No byte has arrived that no reply has used: so it must be whenever nothing is awaited."""
         return self._used == self._received
 
-    def answer(self) -> Answer:
-        """What is no page, of ``MOST_RECEIVED`` bytes at most."""
-        return self._answer(self._used + MOST_RECEIVED, 0)
+    def answer(self, *, lists: bool = False) -> Answer:
+        """What is no page, of ``LONGEST_TEXT`` bytes at most; of ``MOST_RECEIVED`` where it may be a list."""
+        longest, depth = (MOST_RECEIVED, _DEEPEST_LIST) if lists else (LONGEST_TEXT, 0)
+        return self._answer(self._used + longest + LONGEST_LINE, depth)
 
     def _answer(self, end: int, depth: int) -> Answer:
         line = self._line()
-        if self._used > end or depth > _DEEPEST_LIST:
+        if self._used > end:
             raise ProtocolError("an answer without end")
         kind, rest = line[:1], line[1:]
-        if kind == b"*":
+        if kind == b"*" and depth:
             # A list of no length is nothing.
-            return [self._answer(end, depth + 1) for _ in range(_length(rest) or 0)]
+            return [self._answer(end, depth - 1) for _ in range(_length(rest) or 0)]
         if kind == b":":
             if not _INTEGER.fullmatch(rest):
                 raise ProtocolError("an integer that is none")
@@ -371,7 +374,7 @@ class Connection:
         if within is not None:
             self.deadline = time.monotonic() + within
         self.send(command(*words))
-        answer = self.reader.answer()
+        answer = self.reader.answer(lists=True)
         if isinstance(answer, ErrorReply):
             raise RefusedError(answer.code, words[0])
         return answer

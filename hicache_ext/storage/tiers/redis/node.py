@@ -134,7 +134,10 @@ class Node:
         if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
-            connection = (None if fresh else self._idle_one()) or self._open(deadline)
+            if fresh:
+                # Those that wait beside it are as old.
+                self._drop()
+            connection = self._idle_one() or self._open(deadline)
             connection.deadline = deadline
             try:
                 yield connection

@@ -339,7 +339,7 @@ def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> li
     refused = []
     for words in wanted:
         connection.send(command(*words))
-        reply = connection.reader.answer()
+        reply = connection.reader.answer(lists=True)
         if isinstance(reply, ErrorReply) and reply.code not in ("CLUSTERDOWN", *REDIRECTS):
             code = "unknown command" if reply.line.lower().startswith("err unknown command") else reply.code
             refused.append(RefusedError(code, words[0]))

@@ -202,8 +202,6 @@ class Topology:
         best: _Map | None = None
         named: Counter[Endpoint | None] = Counter()
         for node in self._asked():
-            if self._keeper.stopping or (best is not None and None not in best):
-                break
             answer = self._answer(node)
             if isinstance(answer, BaseException):
                 problem = problem or answer
@@ -212,6 +210,8 @@ class Topology:
             # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
             elif best is None or answer.count(None) < best.count(None):
                 best = answer
+            if self._keeper.stopping or (best is not None and None not in best):
+                break
         if named:
             best = [named.most_common(1)[0][0]]
         return (problem or ConnectionError("no server")) if best is None else self._use(best)
@@ -263,7 +263,7 @@ class Topology:
                 host, port = address
                 return [Endpoint.named(host, port)]
             connection.send(command(b"CLUSTER", b"SLOTS"))
-            answer = connection.reader.answer()
+            answer = connection.reader.answer(lists=True)
         if not isinstance(answer, ErrorReply):
             return _map_in(answer, node.endpoint)
         # Others say that it is loading, or that the user may not ask: NOPERM, LOADING.

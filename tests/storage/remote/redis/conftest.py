@@ -70,8 +70,8 @@ class DamagedPath:
         def open_connection(tier: RedisTierConfig, *others: Any, **options: Any) -> Any:
             connection = real(tier, *others, **options)
             if tier is self.tier:
-                received = connection.reader._received
-                received.receive_into = self._damaging(received.receive_into)
+                reader = connection.reader
+                reader._receive_into = self._damaging(reader._receive_into)
                 # The native core would receive past the damage.
                 monkeypatch.setattr(type(connection), "descriptor", None)
             return connection

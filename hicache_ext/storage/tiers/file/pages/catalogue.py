@@ -102,6 +102,8 @@ class IdentityPacks:
         """While a directory is listed."""
         self._is_new = True
         """No look at it has ended yet."""
+        self._is_whole = False
+        """Every bucket was read once."""
         self._home = _Listed()
         self._buckets: dict[str, _Listed] = {}
         self._learning = threading.Lock()
@@ -123,9 +125,9 @@ class IdentityPacks:
             places = self.index.find(keys)
         return places
 
-    def find_all(self, key: bytes) -> list[Place]:
-        """Every place of a page, as far as names tell."""
-        self.refresh()
+    def find_all(self, key: bytes, *, whole: bool = False) -> list[Place]:
+        """Every place of a page, as far as names tell, all of which are read for ``whole``."""
+        self.refresh(everything=whole and not self._is_whole)
         return self.index.find_all(key)
 
     def path(self, pack: Pack) -> tuple[str, int]:
@@ -207,6 +209,8 @@ class IdentityPacks:
             # A call waits for one bucket, not until all were read in the background.
             if everything:
                 self._loop.rest(_PAUSE)
+        else:
+            self._is_whole = self._is_whole or everything
         self._is_new = False
 
     def _list_buckets(self) -> None:
@@ -268,11 +272,12 @@ class PackCatalogue:
     def of(self, identity: bytes) -> IdentityPacks:
         """The packs of an identity, whose names are read in the background from now on."""
         known = self._known.get(identity)
-        if known is not None:
+        if known is None:
+            with self._state:
+                known = IdentityPacks(self._tree, identity, self._loop, self._note_error)
+                known = self._known.setdefault(identity, known)
+        elif self._loop.running:
             return known
-        with self._state:
-            known = IdentityPacks(self._tree, identity, self._loop, self._note_error)
-            known = self._known.setdefault(identity, known)
         self._loop.wake()
         return known
 

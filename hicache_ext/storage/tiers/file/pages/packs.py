@@ -484,7 +484,7 @@ class PageFiles(PathStore):
         this ``envelope.page_seal``. Whether there was one. Never raises OSError."""
         identity, removed = key[:IDENTITY_LENGTH], False
         known = self._catalogue.of(identity)
-        for place in [*known.find_all(key), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
+        for place in [*known.find_all(key, whole=True), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
             header, seen = header_at(known.path(place.pack)[0], place.offset)
             if page_seal is None:
                 # The name of a page alone is to be free, whatever has it.
