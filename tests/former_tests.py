@@ -630,7 +630,7 @@ FORMER = {
         "-> test_slabs_of_this_version_are_in_a_directory_of_their_own"
     ),
     "test_a_connection_that_turned_out_dead_costs_no_other_lane_its_own": (
-        "-> test_a_connection_that_turned_out_dead_costs_no_other_one"
+        "-> test_where_one_connection_turned_out_dead_all_that_are_idle_go"
     ),
 }
 """Name of a test that is gone -> why, or "-> " and the name that it has now."""

@@ -105,6 +105,29 @@ def test_nothing_of_sglang_is_used_that_the_list_does_not_name() -> None:
     assert not unlisted
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class C:\n    def f(self, a): ...\n    f = wrapped(f)",
+        "class B:\n    def f(self, a): ...\nclass C(B):\n    f: object\n    def g(self): self.f = 1",
+        "try:\n    class C:\n        def f(self, a): ...\nexcept ImportError:\n    C = None",
+        "class C:\n    if wide:\n        def f(self, a): ...",
+        "class C:\n    try:\n        def f(self, a): ...\n    except ImportError:\n        def f(self, *all): ...",
+    ],
+)
+def test_a_function_is_found_that_is_wrapped_replaced_or_defined_under_a_condition(tmp_path: Path, text: str) -> None:
+    (tmp_path / "srt").mkdir()
+    (tmp_path / "srt" / "m.py").write_text(text)
+    (one,) = Sources(tmp_path).parameters("sglang.srt.m.C", "f") or ()
+    assert one.name == "a"
+
+
+def test_what_a_class_within_a_class_sets_is_not_the_outer_ones(tmp_path: Path) -> None:
+    (tmp_path / "srt").mkdir()
+    (tmp_path / "srt" / "m.py").write_text("class C:\n    class D:\n        def g(self): self.f = 1")
+    assert set(Sources(tmp_path).members("sglang.srt.m.C") or ()) == {"D"}
+
+
 class OneFileChanged(Sources):
     """The sources of a release as they would be with other text in one file; the rest is parsed once for all tests."""
 

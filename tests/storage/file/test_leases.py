@@ -126,6 +126,14 @@ def test_the_first_lease_of_a_namespace_has_room_at_the_cost_of_who_has_the_most
     assert not add_lease(tmp_path, HASHES[13:14], 60, "late"), "each has one"
 
 
+def test_leases_have_what_is_left_beside_a_pin_that_does_not_fit():
+    sizes = dict.fromkeys(HASHES, 1) | {HASHES[1]: 100}
+    held = [pins.Pin("large", 0, None, (HASHES[0], HASHES[1], HASHES[2])), pins.Pin("more", 0, None, (HASHES[3],))]
+    held.append(pins.Pin("@a.9.3.team", 0, 9, tuple(HASHES[4:7])))
+    pinned, kept, _ = pins.kept_pages(held, lambda hashes: [sizes[one] for one in hashes], 3)
+    assert (pinned, kept) == ({HASHES[0]}, {HASHES[0], HASHES[4], HASHES[5]})
+
+
 def test_one_namespace_cannot_keep_all_leased_pages(tmp_path, monkeypatch):
     monkeypatch.setattr(pins, "_LEAST_LEASED", 1)
     monkeypatch.setattr(pins, "_MOST_LEASED", 12)

@@ -242,6 +242,28 @@ def test_what_is_cleared_while_a_path_comes_back_does_not_come_back(rig, monkeyp
     assert GetResult.HIT not in get(store)
 
 
+def test_an_error_of_the_device_while_a_path_comes_back_has_its_clears_repeated(rig, monkeypatch):
+    """What the path cleared just then may be lost with its disk."""
+    store, real, cleared = rig.store(), FragileStore._clear, []
+    store_pages(store, KEYS)
+    broken(rig, store)
+    store.clear([IDENTITY])
+
+    def clear(part, digests):
+        cleared.append(list(digests))
+        if len(cleared) == 1:
+            part.trouble(OSError(errno.EIO, "of a write that nobody waits for"))
+        return real(part, digests)
+
+    monkeypatch.setattr(FragileStore, "_clear", clear)
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    broken(rig, store)
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert cleared == [[IDENTITY], [IDENTITY]]
+
+
 def test_a_path_on_which_nothing_can_be_cleared_is_not_back_in_service(rig):
     store = rig.store()
     store_pages(store, KEYS)

@@ -40,6 +40,7 @@ from hicache_ext.testing.conformance.pages import (
 )
 from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import RawPack, account_and_walk
+from tests.waiting import wait_until
 
 KEYS = page_keys(6)
 LARGE = [40_000]
@@ -176,6 +177,34 @@ def test_a_look_up_does_not_wait_until_all_was_read_in_the_background(open_store
     assert again.contains(rounds[-1]) == [True, True]
     assert again.contains(page_keys(2, "absent")) == [False, False]
     assert time.monotonic() - began < 3
+
+
+def test_a_page_is_removed_while_the_names_are_read_in_the_background(open_store, monkeypatch):
+    """Its bucket may not have been read yet: it would come back."""
+    monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 1)
+    monkeypatch.setattr(catalogue, "_AT_ONCE", 0.0)
+    first = open_store()
+    rounds = [page_keys(2, f"round {number}") for number in range(20)]
+    for keys in rounds:
+        store_pages(first, keys)
+    again, listdir = open_store(), os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: time.sleep(0.02) or listdir(path))
+    assert again.remove(rounds[0]) == 2
+    assert again.contains([*rounds[0], *rounds[-1]]) == [False, False, True, True]
+
+
+def test_names_are_read_in_the_background_although_no_thread_was_to_be_had_at_first(open_store, monkeypatch):
+    monkeypatch.setattr(catalogue, "PACKS_IN_A_BUCKET", 1)
+    monkeypatch.setattr(catalogue, "_AT_ONCE", -1.0)
+    first = open_store()
+    rounds = [page_keys(2, f"round {number}") for number in range(20)]
+    for keys in rounds:
+        store_pages(first, keys)
+    again = open_store()
+    with monkeypatch.context() as patch:
+        patch.setattr(again._catalogue._loop, "wake", lambda *_: False)
+        assert again.contains(rounds[0]) == [False, False]
+    wait_until(lambda: again.contains(rounds[0]) == [True, True])
 
 
 def test_a_pack_that_somebody_deleted_is_absent_and_written_again(store, pack):

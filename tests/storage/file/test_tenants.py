@@ -161,6 +161,10 @@ def test_a_wrong_count_is_put_right_by_a_look_and_not_while_pages_come(
 ) -> None:
     add_slab(index, SMALL, 100)
     write(index, range(50), for_(index, TEAM))
+    index.memory.tenants[TEAM, index_words.TENANT_PAGES] += 2
+    index.occupied()
+    assert index.tenant_pages[TEAM] == 52, "without tenants nobody counts under the lock"
+    index.number_tenants(["team"])
     index.memory.tenants[[TEAM, 7], index_words.TENANT_PAGES] = -3, 1 << 60
     index.occupied()
     assert index.tenant_pages.tolist() == walked(index)

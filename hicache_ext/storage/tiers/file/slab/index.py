@@ -280,7 +280,9 @@ class SlabIndex:
         with suppress(OSError):
             # While pages come and go the counts differ a little; a kill leaves them wrong.
             differ = np.abs(of_tenants - tenants).max() > _COMING_AND_GOING * (self.inserts - clock)
-            if differ and self.rebuilt and not self._has_left_slabs() and self._lock.try_acquire():
+            has_tenants = self.memory.tenants[1:, index_words.TENANT_NAME].any()
+            is_wrong = differ and has_tenants and self.rebuilt and not self._has_left_slabs()
+            if is_wrong and self._lock.try_acquire():
                 try:
                     of_slabs = [self._count(slab, 0)[2] for slab in self.view().slabs.values()]
                     self.memory.tenants[:, index_words.TENANT_PAGES] = sum(of_slabs, np.zeros_like(tenants))
