@@ -243,7 +243,8 @@ def test_what_is_cleared_while_a_path_comes_back_does_not_come_back(rig, monkeyp
 
 
 def test_an_error_of_the_device_while_a_path_comes_back_has_its_clears_repeated(rig, monkeypatch):
-    """What the path cleared just then may be lost with its disk."""
+    """What the path cleared just then may be lost with its disk, however late that shows."""
+    monkeypatch.setattr(multipath, "_CLEAR_IN_DOUBT", 0.05)
     store, real, cleared = rig.store(), FragileStore._clear, []
     store_pages(store, KEYS)
     broken(rig, store)
@@ -258,6 +259,7 @@ def test_an_error_of_the_device_while_a_path_comes_back_has_its_clears_repeated(
     monkeypatch.setattr(FragileStore, "_clear", clear)
     rig.disks[0].error = None
     wait_until(lambda: not store.out_of_service())
+    time.sleep(0.1)
     broken(rig, store)
     rig.disks[0].error = None
     wait_until(lambda: not store.out_of_service())
