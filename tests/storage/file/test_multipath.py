@@ -223,19 +223,26 @@ def test_what_was_cleared_meanwhile_does_not_come_back(rig):
     assert_hits(store, other)
 
 
-def test_what_is_cleared_while_a_path_comes_back_does_not_come_back(rig, monkeypatch):
-    store, real, cleared = rig.store(), FragileStore._clear, []
-    store_pages(store, KEYS)
-    broken(rig, store)
-    store.clear([OTHER_IDENTITY])
+def during_the_first_clear(monkeypatch, happens):
+    """``happens(path's store)`` while a path clears for the first time from now on; what each clears, as it comes."""
+    real, cleared = FragileStore._clear, []
 
     def clear(part, digests):
         cleared.append(list(digests))
         if len(cleared) == 1:
-            store.clear([IDENTITY])
+            happens(part)
         return real(part, digests)
 
     monkeypatch.setattr(FragileStore, "_clear", clear)
+    return cleared
+
+
+def test_what_is_cleared_while_a_path_comes_back_does_not_come_back(rig, monkeypatch):
+    store = rig.store()
+    store_pages(store, KEYS)
+    broken(rig, store)
+    store.clear([OTHER_IDENTITY])
+    cleared = during_the_first_clear(monkeypatch, lambda _: store.clear([IDENTITY]))
     rig.disks[0].error = None
     wait_until(lambda: not store.out_of_service())
     assert cleared[0] == [OTHER_IDENTITY] and set(cleared[-1]) == {IDENTITY, OTHER_IDENTITY}
@@ -245,18 +252,12 @@ def test_what_is_cleared_while_a_path_comes_back_does_not_come_back(rig, monkeyp
 def test_an_error_of_the_device_while_a_path_comes_back_has_its_clears_repeated(rig, monkeypatch):
     """What the path cleared just then may be lost with its disk, however late that shows."""
     monkeypatch.setattr(multipath, "_CLEAR_IN_DOUBT", 0.05)
-    store, real, cleared = rig.store(), FragileStore._clear, []
+    store = rig.store()
     store_pages(store, KEYS)
     broken(rig, store)
     store.clear([IDENTITY])
-
-    def clear(part, digests):
-        cleared.append(list(digests))
-        if len(cleared) == 1:
-            part.trouble(OSError(errno.EIO, "of a write that nobody waits for"))
-        return real(part, digests)
-
-    monkeypatch.setattr(FragileStore, "_clear", clear)
+    late = OSError(errno.EIO, "of a write that nobody waits for")
+    cleared = during_the_first_clear(monkeypatch, lambda part: part.trouble(late))
     rig.disks[0].error = None
     wait_until(lambda: not store.out_of_service())
     time.sleep(0.1)
