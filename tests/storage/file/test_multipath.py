@@ -249,6 +249,16 @@ def test_what_is_cleared_while_a_path_comes_back_does_not_come_back(rig, monkeyp
     assert GetResult.HIT not in get(store)
 
 
+def test_an_identity_that_is_registered_while_a_path_comes_back_is_known_there(rig, monkeypatch):
+    store = rig.store()
+    broken(rig, store)
+    store.clear([OTHER_IDENTITY])
+    during_the_first_clear(monkeypatch, lambda _: store.register_identity(IDENTITY, {"model": {"id": "x"}}))
+    rig.disks[0].error = None
+    wait_until(lambda: not store.out_of_service())
+    assert rig.disks[0].opened[-1].identities() == {IDENTITY: {"model": {"id": "x"}}}
+
+
 def test_an_error_of_the_device_while_a_path_comes_back_has_its_clears_repeated(rig, monkeypatch):
     """What the path cleared just then may be lost with its disk, however late that shows."""
     monkeypatch.setattr(multipath, "_CLEAR_IN_DOUBT", 0.05)

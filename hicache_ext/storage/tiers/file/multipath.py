@@ -343,8 +343,11 @@ class SpreadStore:
                 store.resize(self._new_share[0])
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        self._identities[digest] = document
-        for store in self.parts:
+        with self._state:
+            # A path that is coming back takes it from here, or is among the parts already.
+            self._identities[digest] = document
+            stores = self.parts
+        for store in stores:
             store.register_identity(digest, document)
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -551,7 +554,8 @@ class SpreadStore:
             return error
         try:
             part.look()
-            for digest, document in list(self._identities.items()):
+            registered = dict(self._identities)
+            for digest, document in registered.items():
                 opened.register_identity(digest, document)
             errors = part.errors
             self._clear_again(part, opened)
@@ -560,6 +564,8 @@ class SpreadStore:
                     raise StoreClosedError(self.name)
                 if part.to_clear():
                     raise ClearLaterError("something was cleared while it came back")
+                for digest in self._identities.keys() - registered.keys():
+                    opened.register_identity(digest, self._identities[digest])
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
                 part.store = opened
