@@ -1,1 +1,1 @@
-"""What a tier of a given size would do, before anybody buys it: traces, models, caches and fleets on paper."""
+"""What a tier of a given size would do, before anybody buys it: simulated traces, models, caches and fleets."""

@@ -1,9 +1,9 @@
-"""A fleet on paper: nodes with caches of their own, a pool that they share, a router.
+"""A simulated fleet: nodes with caches of their own, a pool that they share, and a router.
 
-A request goes to one node. What its cache or the pool has of the leading run is read, the rest is computed and written
-to both. Everything happens in the order of the requests, each at one moment: writes that wait and reads that are late
-are not simulated. Caches keep what was used last: those of nodes the tails of chains less long than their heads, as the
-file tier's first candidate does (eviction.py), the pool each block by itself, as Redis does.
+Each request goes to one node. The leading run that its cache or the pool holds is read; the rest is computed and
+written to both. Requests are simulated in order, each in an instant: queued writes and late reads are not modelled.
+All caches are LRU. A node's cache frees the tails of chains first, like the file tier's first candidate (eviction.py);
+the pool treats every block alike, like Redis.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ Router = Literal["random", "session", "prefix"]
 ROUTERS: tuple[str, ...] = get_args(Router)
 NEAR, POOL, COMPUTED, WRITTEN_NEAR, WRITTEN_POOL, HINTED = range(6)
 _BALANCE = 1.25
-"""A router by prefix passes a node over that has had this many times its share of blocks."""
+"""A prefix router skips a node that has received this many times its share of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Capacities in blocks of the trace; None is without limit, 0 is none."""
+    """Capacities are in blocks of the trace; None means unlimited, 0 means absent."""
 
     nodes: int = 1
     near: int | None = 0
-    """Of each node."""
+    """Capacity of each node's own cache."""
     pool: int | None = 0
     router: Router = "session"
     promote: bool = True
-    """What comes from the pool is kept near, too."""
+    """Whether blocks read from the pool are also kept in the node's cache."""
     decode: bool = False
-    """Decode nodes write what they generate to the pool."""
+    """Whether decode nodes write what they generate to the pool."""
     hints: bool = False
-    """And the node that will be asked next brings it near."""
+    """Whether the node that gets the next request also fetches it into its cache."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Blocks by request and in sum; columns are NEAR to HINTED."""
+    """Blocks per request, and their totals; the columns are NEAR to HINTED."""
 
     fleet: Fleet
     per_request: npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class Outcome:
         return int(self.totals[[NEAR, POOL, COMPUTED]].sum())
 
     def share(self, *columns: int) -> float:
-        """Of all blocks asked for."""
+        """Return the share of all requested blocks that falls to these columns."""
         return float(self.totals[list(columns)].sum()) / self.uses if self.uses else 0.0
 
     @property
@@ -73,25 +73,25 @@ class Outcome:
 
 
 Cache = OrderedDict[int, None]
-"""The blocks in a cache, the one used longest ago first."""
+"""The blocks in a cache, least recently used first."""
 
 
 def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = None) -> Outcome:
-    """``nodes``: what ``routed`` says, where that is known already.
+    """Simulate ``trace`` on ``fleet``. ``nodes``: the result of ``routed``, if the caller has it already.
 
-    Raises ValueError for hints without decode nodes, or without a pool. Some ten million blocks of requests take ten
+    Raises ValueError for hints without decode nodes or without a pool. Ten million requested blocks take about ten
     seconds.
     """
     if fleet.hints and not (fleet.decode and fleet.pool != 0):
         raise ValueError("hints tell of what decode nodes write to a pool")
     nodes = routed(trace, fleet.nodes, fleet.router) if nodes is None else nodes
     most_near, most_pool = (trace.distinct if most is None else most for most in (fleet.near, fleet.pool))
-    of_nodes, pool = [Cache() for _ in range(fleet.nodes)], Cache()
+    node_caches, pool = [Cache() for _ in range(fleet.nodes)], Cache()
     generated = _generated(trace) if fleet.decode else {}
     per_request = np.zeros((len(trace), HINTED + 1), np.int64)
     for request, (chain, node) in enumerate(zip(trace.chains(), nodes.tolist(), strict=True)):
-        near, run = of_nodes[node], 0
-        # As a look-up: the leading run, each page wherever it is.
+        near, run = node_caches[node], 0
+        # Like a lookup: the leading run, each page from wherever it is.
         for block in chain:
             if block not in near and block not in pool:
                 break
@@ -114,7 +114,7 @@ def simulate(trace: Trace, fleet: Fleet, nodes: npt.NDArray[np.int32] | None = N
 
 
 def _use(cache: Cache, blocks: Iterable[int], most: int) -> int:
-    """Use these blocks, one after the other, and evict what is too much then; how many were not there."""
+    """Touch these blocks in order, then evict the excess. Return how many of them were absent."""
     before = len(cache)
     for block in blocks:
         cache[block] = None
@@ -126,23 +126,23 @@ def _use(cache: Cache, blocks: Iterable[int], most: int) -> int:
 
 
 def routed(trace: Trace, nodes: int, router: Router) -> npt.NDArray[np.int32]:
-    """The node of each request."""
+    """Return the node that serves each request."""
     if nodes == 1:
         return np.zeros(len(trace), np.int32)
     if router == "random":
         return np.random.default_rng(1).integers(0, nodes, len(trace)).astype(np.int32)
     if router == "session":
-        # By chance and for good, as a hash of a name would be.
-        of_session = np.random.default_rng(1).integers(0, nodes, len(trace)).astype(np.int32)
-        return of_session[sessions(trace)]
+        # Random but sticky, like a hash of the session's name.
+        node_of_session = np.random.default_rng(1).integers(0, nodes, len(trace)).astype(np.int32)
+        return node_of_session[sessions(trace)]
     return _by_prefix(trace, nodes)
 
 
 def sessions(trace: Trace) -> npt.NDArray[np.int64]:
-    """The conversation of each request: as the trace says, or else it goes on with one whose prompt it begins with, by
-    whole blocks.
+    """Return the conversation of each request: the trace's own, or else the one whose prompt, in whole blocks, this
+    request begins with.
 
-    A prompt that different ones begin with is no conversation that goes on, but a system prompt of strangers."""
+    A prompt that diverging requests begin with is a system prompt shared by strangers, not a conversation."""
     if trace.session is not None:
         return trace.session
     whole = np.minimum(np.diff(trace.offsets), trace.prompt // trace.block_tokens).tolist()
@@ -153,7 +153,7 @@ def sessions(trace: Trace) -> npt.NDArray[np.int64]:
             if following.setdefault(block, after) != after:
                 shared.add(block)
     ends: dict[int, int] = {}
-    """Last whole block of a prompt, where nobody had it before -> its session."""
+    """Last whole block of a prompt, if no earlier request had it -> its session."""
     seen: set[int] = set()
     found = np.zeros(len(trace), np.int64)
     count = 0
@@ -169,7 +169,7 @@ def sessions(trace: Trace) -> npt.NDArray[np.int64]:
 
 
 def _by_prefix(trace: Trace, nodes: int) -> npt.NDArray[np.int32]:
-    """The node that had the longest prefix last, unless it has had too much; else the one that has had least."""
+    """Choose the node that last had the longest prefix, unless it is overloaded; otherwise the least loaded one."""
     last: dict[int, int] = {}
     load = np.zeros(nodes, np.int64)
     total = 0
@@ -186,15 +186,15 @@ def _by_prefix(trace: Trace, nodes: int) -> npt.NDArray[np.int32]:
 
 
 def _generated(trace: Trace) -> dict[int, list[int]]:
-    """The blocks of the conversation's next prompt that the answer of a request fills."""
+    """Return, by request, the blocks of the conversation's next prompt that its answer fills."""
     generated: dict[int, list[int]] = {}
     before: dict[int, int] = {}
-    of_session = sessions(trace).tolist()
+    session_of = sessions(trace).tolist()
     for number, chain in enumerate(trace.chains()):
-        earlier = before.get(of_session[number])
-        before[of_session[number]] = number
+        earlier = before.get(session_of[number])
+        before[session_of[number]] = number
         if earlier is not None:
-            # Whole blocks alone; the last one of a prompt may be a part, and is another block when it is filled.
+            # Whole blocks only: a partial last block of a prompt becomes a different block once it is filled.
             prompt, answer = int(trace.prompt[earlier]), int(trace.output[earlier])
             generated[earlier] = chain[prompt // trace.block_tokens : (prompt + answer) // trace.block_tokens]
     return generated

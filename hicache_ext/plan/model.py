@@ -1,4 +1,4 @@
-"""What a token of a model takes in storage, as SGLang's host pools lay it out, and how fast nodes compute it."""
+"""Bytes that a token of a model takes in storage, in the layout of SGLang's host pools, and the speed of prefill."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.runtime.whole_file import json_in
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Logical dtypes of the KV cache -> bytes of a number."""
+"""Logical dtype of the KV cache -> bytes per number."""
 _DSA_FP8_ROW = 656
-"""Bytes of a token and layer of a DSA model's fp8 latents: 512 numbers, 4 scales of 4 bytes, 64 rotary ones in bfloat16
+"""Bytes per token and layer of a DSA model's fp8 latents: 512 numbers, 4 scales of 4 bytes, 64 rotary bfloat16 numbers
 (SGLang's override of kv_cache_dim)."""
 _INDEX_BLOCK = 128
-"""Numbers of an index key that share a scale of 4 bytes."""
+"""How many numbers of an index key share one 4-byte scale."""
 _LARGEST = 1 << 24
-"""More than any number of a model's configuration that is used here."""
+"""An upper bound for every number read from a model's configuration."""
 _FILE_ALLOWED = "a config.json, or the directory of a model"
 _MODEL_ALLOWED = "the config.json of a language model, or --token-bytes"
 _STATES = ("linear_attention", "mamba", "recurrent")
@@ -26,30 +26,30 @@ _STATES = ("linear_attention", "mamba", "recurrent")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Bytes of one token in storage, all ranks together, and of what a rank writes."""
+    """Storage size of one token, over all ranks and per rank."""
 
     name: str
     kind: str
-    """MHA, GQA, MLA, MLA with DSA."""
+    """MHA, GQA, MLA or "MLA with DSA"."""
     layers: int
     token_bytes: int
     rank_token_bytes: int
-    """On each rank that writes."""
+    """Bytes per token on each rank that writes."""
     writing_ranks: int
     active_parameters: int
-    """That a token passes through: what a prefill costs; 0 where the file does not say."""
+    """Parameters that a token passes through, which decide the cost of prefill; 0 if the file does not say."""
     remarks: tuple[str, ...] = ()
 
     def page_bytes(self, page_size: int) -> int:
-        """Of one stored page of a rank."""
+        """Return the bytes of one stored page of a rank."""
         return self.rank_token_bytes * page_size
 
 
 def read_model(path: Path, *, tp: int = 1, dtype: str | None = None) -> ModelSize:
-    """From a ``config.json`` or the directory of a model. Raises ConfigError with one sentence."""
+    """Read ``config.json`` or the directory of a model. Raises ConfigError with one sentence."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        # Models with states have an infinite limit in theirs; what is read of it is checked below.
+        # The files of models with recurrent states contain Infinity; the numbers that matter are checked below.
         document = json_in(file.read_bytes(), number=float)
         if not isinstance(document, dict):
             raise ValueError
@@ -63,7 +63,7 @@ def read_model(path: Path, *, tp: int = 1, dtype: str | None = None) -> ModelSiz
 
 
 def size_of(config: Mapping[str, Any], name: str, *, tp: int = 1, dtype: str | None = None) -> ModelSize:
-    """Raises ConfigError where the configuration does not say what a token takes."""
+    """Compute the sizes. Raises ConfigError if the configuration does not determine them."""
     layers = _number(config, "num_hidden_layers")
     kinds = config.get("layer_types") or config.get("layers_block_type") or []
     if not isinstance(kinds, list):
@@ -93,23 +93,23 @@ def size_of(config: Mapping[str, Any], name: str, *, tp: int = 1, dtype: str | N
         raise ConfigError("--model", "hidden_size is less than num_attention_heads", _MODEL_ALLOWED)
     if kv_heads % tp and tp % kv_heads:
         raise ConfigError("--tp", f"{kv_heads} KV heads cannot be split among {tp} ranks", "a divisor or a multiple")
-    of_rank = max(1, kv_heads // tp)
+    rank_heads = max(1, kv_heads // tp)
     if tp > kv_heads:
         remarks.append(f"{tp} ranks share {kv_heads} KV heads, so that each head is stored {tp // kv_heads} times")
     if any("sliding" in str(kind) for kind in kinds):
         remarks.append("layers with a sliding window are counted whole: SGLang may keep less of them")
-    per_rank = (head + _number(config, "v_head_dim", head)) * of_rank * layers * size
+    per_rank = (head + _number(config, "v_head_dim", head)) * rank_heads * layers * size
     kind = "MHA" if kv_heads == heads else "GQA"
     return ModelSize(name, kind, layers, per_rank * tp, per_rank, tp, _parameters(config, layers), tuple(remarks))
 
 
 def given_size(token_bytes: int, tp: int) -> ModelSize:
-    """Of a model of which only the bytes of a token are known, on all ranks together."""
+    """Return the size of a model of which only the bytes per token over all ranks are known."""
     return ModelSize("a model", "as given", 0, token_bytes, -(-token_bytes // tp), tp, 0)
 
 
 def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """``default`` where the key is missing, null or 0."""
+    """Return a positive integer, or ``default`` if the key is missing, null or 0."""
     value = config.get(key) or default
     if default is not None and value == default:
         return default
@@ -120,7 +120,7 @@ def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 
 def _parameters(config: Mapping[str, Any], layers: int) -> int:
-    """Parameters of the layers that a token passes through; 0 where the file does not say."""
+    """Count the parameters of the layers that a token passes through; 0 if the file does not say."""
     try:
         hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
         if "kv_lora_rank" in config:
@@ -136,10 +136,10 @@ def _parameters(config: Mapping[str, Any], layers: int) -> int:
         experts = _number(config, "num_experts_per_tok", 0)
         if not experts:
             return layers * (attention + dense)
-        of_expert = _number(config, "moe_intermediate_size", _number(config, "intermediate_size"))
+        expert_width = _number(config, "moe_intermediate_size", _number(config, "intermediate_size"))
         active = experts + _number(config, "n_shared_experts", 0)
         first = min(layers, _number(config, "first_k_dense_replace", 0))
-        return layers * attention + first * dense + (layers - first) * active * 3 * hidden * of_expert
+        return layers * attention + first * dense + (layers - first) * active * 3 * hidden * expert_width
     except ConfigError:
         return 0
 
@@ -147,7 +147,7 @@ def _parameters(config: Mapping[str, Any], layers: int) -> int:
 # -- prefill -----------------------------------------------------------------------------------------------------------
 
 UTILISATION = 0.4
-"""Of the peak: an assumption, and the plan says so."""
+"""Share of the peak that prefill reaches: an assumption, and the plan says so."""
 
 PEAK_TFLOPS = {
     # 624 with sparsity
@@ -160,13 +160,13 @@ PEAK_TFLOPS = {
     # 2,614.9 with sparsity
     "mi300x": (1307.4, "AMD Instinct MI300X data sheet, dense BF16"),
 }
-"""GPU -> 10^12 operations per second, and where the figure is from. None is with sparsity: a prefill has none."""
+"""GPU -> 10^12 operations per second and the source of the figure, all without sparsity, since prefill has none."""
 
 
 def estimated(gpu: str, gpus: int, model: ModelSize) -> tuple[float, str]:
-    """Tokens per second of a node, and where that is known from: two operations for each parameter that a token passes
-    through; attention to earlier tokens is left out, so long prompts take longer. Raises ConfigError where the GPU or
-    the parameters are not known."""
+    """Estimate a node's tokens per second, and describe the estimate: two operations for each parameter that a token
+    passes through. Attention to earlier tokens is left out, so long prompts take longer. Raises ConfigError if the GPU
+    or the parameters are unknown."""
     if gpu.lower() not in PEAK_TFLOPS:
         raise ConfigError("--gpu", f"{gpu!r} is not in the table", f"{', '.join(PEAK_TFLOPS)}, or --prefill-rate")
     if not model.active_parameters:

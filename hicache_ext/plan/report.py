@@ -1,4 +1,4 @@
-"""From a trace and a fleet to a plan: figures for ``--json``, the page that people read, and diagrams."""
+"""Turn a trace and a fleet into a plan: the figures of ``--json``, and the page with diagrams that people read."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from hicache_ext.plan.traces import Trace
 CURVE_POINTS = 12
 _HOUR = 3600.0
 _WARRANTY_YEARS = 5.0
-"""For which drive writes per day are promised."""
+"""Years for which vendors promise their drive writes per day."""
 POOL_NODE = 500 * 10**9
-"""Bytes of memory that a server of a pool has for pages at most: an assumption, and the plan says so."""
+"""Most bytes of memory that one pool server has for pages: an assumption, and the plan says so."""
 
 
 def plan_of(
     hardware: argparse.Namespace, trace: Trace, model: ModelSize, rate: tuple[float, str] | None, fleet: Fleet
 ) -> dict[str, Any]:
-    """All figures, as ``--json`` prints them: bytes, seconds, shares from 0 to 1. ``hardware``: the options of the
-    command, as numbers; 0 is not given. ``rate``: tokens per second of one node, and where that is known from."""
+    """Compute all figures that ``--json`` prints: bytes, seconds, shares from 0 to 1. ``hardware``: the options as
+    numbers, 0 if not given. ``rate``: tokens per second of one node, and the source of that figure."""
     block_bytes = model.token_bytes * trace.block_tokens
     outcome = simulate(trace, fleet)
     seconds = max(trace.seconds, 1.0)
     per_hour = _HOUR / seconds
-    # Caches begin empty, and the first requests fill them.
+    # Caches start empty; the first half of the requests warms them up.
     later = outcome.per_request[len(trace) // 2 :, [NEAR, POOL, COMPUTED]].sum(axis=0)
     tokens = {name: int(outcome.totals[column]) * trace.block_tokens for name, column in _SOURCES.items()}
-    # The last block of a prompt is mostly a part of one.
+    # The last block of a prompt is usually partial.
     tokens["computed"] = max(0, int(trace.prompt.sum()) - tokens["disk"] - tokens["pool"])
     document: dict[str, Any] = {
         "trace": {
@@ -77,14 +77,14 @@ def plan_of(
     }
     document["prefill"] = _prefill(hardware, model, rate, tokens, per_hour)
     document["money"] = _money(hardware, document["prefill"], document["writes"]["years_until_worn_out"])
-    document["does_not_fit"] = list(_too_much(hardware, outcome, document, block_bytes, seconds))
+    document["does_not_fit"] = list(_overloads(hardware, outcome, document, block_bytes, seconds))
     return document
 
 
-def _too_much(
+def _overloads(
     hardware: argparse.Namespace, outcome: Outcome, document: Mapping[str, Any], block_bytes: int, seconds: float
 ) -> Iterator[str]:
-    """What these nodes cannot do in the time that the trace takes."""
+    """Describe each load that these nodes cannot carry within the duration of the trace."""
     prefill = document["prefill"]
     if prefill is not None and (computed := prefill["computed_seconds_per_hour"]) > _HOUR * hardware.nodes:
         yield f"{computed:,.0f} s of prefill in an hour, and {hardware.nodes} nodes have {_HOUR * hardware.nodes:,.0f}"
@@ -101,7 +101,7 @@ _SOURCES = {"disk": NEAR, "pool": POOL, "computed": COMPUTED}
 
 
 def curve(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
-    """Share of hits of one cache by its capacity: from a thousandth of what the trace ever writes to all of it."""
+    """Return the hit share of one cache by capacity, from a thousandth of all distinct blocks to all of them."""
     capacities = np.unique(
         np.geomspace(max(1, trace.distinct / 1000), max(1, trace.distinct), CURVE_POINTS).astype(int)
     )
@@ -116,10 +116,10 @@ def curve(trace: Trace, block_bytes: int) -> list[dict[str, Any]]:
 
 
 def _writes(outcome: Outcome, hardware: argparse.Namespace, block_bytes: int, seconds: float) -> dict[str, Any]:
-    """By the node that writes most: its disk wears out first."""
-    of_day = hardware.busy_hours * _HOUR / seconds * block_bytes
-    worst = float(outcome.written_by_node.max()) * of_day if hardware.disk else 0.0
-    mean = float(outcome.totals[WRITTEN_NEAR]) * of_day / hardware.nodes
+    """Compute writes and wear. The node that writes most decides: its disk wears out first."""
+    day_bytes = hardware.busy_hours * _HOUR / seconds * block_bytes
+    worst = float(outcome.written_by_node.max()) * day_bytes if hardware.disk else 0.0
+    mean = float(outcome.totals[WRITTEN_NEAR]) * day_bytes / hardware.nodes
     allowed = hardware.dwpd * hardware.disk
     life = allowed * _WARRANTY_YEARS / worst if worst and allowed else None
     return {
@@ -128,12 +128,12 @@ def _writes(outcome: Outcome, hardware: argparse.Namespace, block_bytes: int, se
         "disk_writes_per_day": worst / hardware.disk if hardware.disk else 0.0,
         "allowed_bytes_per_day": allowed,
         "years_until_worn_out": life,
-        "pool_bytes_per_day": float(outcome.totals[WRITTEN_POOL]) * of_day,
+        "pool_bytes_per_day": float(outcome.totals[WRITTEN_POOL]) * day_bytes,
     }
 
 
 def _network(outcome: Outcome, trace: Trace, hardware: argparse.Namespace, block_bytes: int) -> dict[str, float]:
-    """Bytes per second of all nodes together; the peak is that of the busiest minute."""
+    """Return bytes per second over all nodes: the mean, and the busiest minute."""
     minutes = (trace.times // 60).astype(np.int64)
     seconds = max(trace.seconds, 1.0)
     figures = {}
@@ -152,7 +152,7 @@ def _prefill(
     tokens: dict[str, int],
     per_hour: float,
 ) -> dict[str, Any] | None:
-    """Seconds of prefill that hits save in an hour, less the time to read them where that is known."""
+    """Return the seconds of prefill that hits save per hour, and the time to read them if the speeds are known."""
     if known is None:
         return None
     (rate, source), size = known, model.token_bytes
@@ -171,7 +171,7 @@ def _prefill(
 
 
 def _money(hardware: argparse.Namespace, prefill: dict[str, Any] | None, life: float | None) -> dict[str, Any] | None:
-    """By the year. Disks that are worn out after ``life`` years are bought again then."""
+    """Return costs and savings per year. Disks worn out after ``life`` years are replaced then."""
     terabyte = 1e12
     disks = hardware.nodes * hardware.disk / terabyte * hardware.price_disk
     years = hardware.years or 3.0
@@ -194,7 +194,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def page_of(plan: Mapping[str, Any], launch: Sequence[str], yaml: str) -> Iterator[str]:
-    """Lines of at most 120 columns, but for names of the user's."""
+    """Yield lines of at most 120 columns, apart from names the user chose."""
     trace, model, fleet = plan["trace"], plan["model"], plan["fleet"]
     ranks = model["writing_ranks"]
     where = "the rank that writes" if ranks == 1 else f"each of {ranks} ranks"
@@ -256,7 +256,7 @@ def _bar(share: float) -> str:
 
 
 def _size(size: float) -> str:
-    """Bytes for people to read, in the decimal units in which disks, their endurance and their prices are given."""
+    """Format bytes in decimal units, in which disks, their endurance and their prices are quoted."""
     power = max((power for power in range(1, 6) if size >= 1000**power), default=0)
     return f"{size / 1000**power:.4g} {('bytes', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
@@ -289,23 +289,23 @@ def _saved(prefill: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def pool_nodes(size: int) -> int:
-    """Servers of a pool: one, or a cluster, which has three at least."""
+    """Return the number of pool servers: one, or a cluster of at least three."""
     return 1 if size <= POOL_NODE else max(3, -(-size // POOL_NODE))
 
 
 def configuration(disk: int, pool: int) -> dict[str, Any]:
-    """The document of one node, by the bytes of its file tier and of the pool.
+    """Return one node's configuration for a file tier and a pool of so many bytes.
 
-    Names of directories and hosts are the user's to replace.
+    Directory and host names are placeholders for the user to replace.
     """
     tiers: dict[str, Any] = {}
     if disk:
-        # As disks are named: a round number of the largest unit.
+        # A round number in the largest unit, the way disks are sold.
         units = {"TB": 10**12, "TiB": 1 << 40, "GB": 10**9, "GiB": 1 << 30}
         capacity = next((f"{disk // size}{unit}" for unit, size in units.items() if disk % size == 0), disk)
         tiers["nvme"] = {"type": "file", "path": "/mnt/nvme0/hicache", "capacity": capacity}
     if pool:
-        # Some nodes of a cluster name the others.
+        # A few nodes are enough to discover the whole cluster.
         cluster = [f"redis://pool-{number}:6379" for number in range(3)]
         url = cluster if pool_nodes(pool) > 1 else "redis://pool:6379"
         tiers["pool"] = {"type": "redis", "url": url, "required": False}

@@ -1,4 +1,4 @@
-"""What is asked for: the requests of recordings, of traces that others publish, and of workloads in a few numbers."""
+"""Where a plan's requests come from: recordings, published traces, and workloads described by a few numbers."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from hicache_ext.page.recording import MAGIC, MOST_TOKENS, SUFFIX, Entry, read_f
 from hicache_ext.runtime.whole_file import json_in, number_of
 
 MOONCAKE_BLOCK = 512
-"""Tokens of a block of Mooncake's traces."""
+"""Tokens per block in Mooncake's traces."""
 MOST_BLOCKS = 200_000_000
-"""Of all requests together."""
+"""Most blocks of all requests together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order in which they came. A block is a number; equal numbers are equal prefixes."""
+    """Requests in order of arrival. A block is a number; equal numbers mean equal prefixes."""
 
     name: str
     times: npt.NDArray[np.float64]
     """Seconds since the first request."""
     offsets: npt.NDArray[np.int64]
-    """Request ``i`` has ``blocks[offsets[i]:offsets[i + 1]]``."""
+    """Request ``i`` consists of ``blocks[offsets[i]:offsets[i + 1]]``."""
     blocks: npt.NDArray[np.int32]
     prompt: npt.NDArray[np.int64]
     """Tokens of each prompt."""
     output: npt.NDArray[np.int64]
-    """Tokens of each answer; 0 where nobody knows."""
+    """Tokens of each answer; 0 if unknown."""
     block_tokens: int
     remarks: tuple[str, ...] = ()
     session: npt.NDArray[np.int64] | None = None
-    """The conversation of each request, from 0 on, where somebody has said it."""
+    """The conversation of each request, numbered from 0; None if the source does not name conversations."""
 
     def __len__(self) -> int:
         return len(self.times)
@@ -54,26 +54,26 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return float(self.times[-1]) if len(self.times) else 0.0
 
     def chains(self) -> Iterator[list[int]]:
-        """The blocks of each request, one by one: all together may be many times what their file has."""
+        """Yield the blocks of each request. Together they may be many times larger than the file."""
         for a, b in itertools.pairwise(self.offsets.tolist()):
             yield self.blocks[a:b].tolist()
 
 
 class Request(NamedTuple):
-    """One of those that a trace is made of. Blocks may be any whole numbers."""
+    """One request of a trace under construction. Blocks may be any integers."""
 
     moment: float
-    """Seconds."""
+    """Time of arrival in seconds."""
     chain: Sequence[int] | npt.NDArray[np.uint64]
     prompt: int | None = None
-    """Tokens; None: those of its blocks."""
+    """Tokens of the prompt; None: as many as its blocks hold."""
     output: int = 0
     session: object = None
-    """The conversation, by whatever name."""
+    """Any hashable name of the conversation."""
 
 
 def made_of(
@@ -83,8 +83,8 @@ def made_of(
     remarks: tuple[str, ...] = (),
     names: npt.NDArray[np.uint64] | None = None,
 ) -> Trace:
-    """A trace of these requests, put in the order of their times. ``names``: all blocks that they have, in order, where
-    all chains together are many times as many."""
+    """Make a trace of these requests, sorted by time. ``names``: all distinct blocks in ascending order; pass them if
+    the chains together are many times larger."""
     ordered = sorted(requests, key=lambda request: request.moment)
     chains = [np.asarray(request.chain, np.uint64) for request in ordered]
     offsets = np.cumsum([0, *map(len, chains)], dtype=np.int64)
@@ -93,7 +93,7 @@ def made_of(
     for chain, (begin, end) in zip(chains, itertools.pairwise(offsets.tolist()), strict=True):
         blocks[begin:end] = np.searchsorted(names, chain)
     moments = np.array([request.moment for request in ordered], np.float64)
-    prompts = [len(one.chain) * block_tokens if one.prompt is None else one.prompt for one in ordered]
+    prompts = [len(request.chain) * block_tokens if request.prompt is None else request.prompt for request in ordered]
     outputs = np.array([request.output for request in ordered], np.int64)
     numbers: dict[object, int] = {}
     sessions = None
@@ -104,25 +104,25 @@ def made_of(
 
 
 def read_trace(path: str | os.PathLike[str], block_tokens: int | None = None) -> Trace:
-    """A directory of recordings, one recording, or JSON lines as Mooncake publishes them. Raises RecordingError,
+    """Read a directory of recordings, one recording, or JSON lines as Mooncake publishes them. Raises RecordingError,
     OSError.
 
-    ``block_tokens``: of a block of JSON lines, where it is not 512.
+    ``block_tokens``: tokens per block of JSON lines, if not 512.
     """
     path = Path(path)
     if path.is_dir():
         files = sorted(path.glob(f"*{SUFFIX}"))
         if not files:
             raise RecordingError(path, f"has no recording (*{SUFFIX}) in it")
-        return _of_recordings(path.name, files)
+        return _from_recordings(path.name, files)
     with path.open("rb") as file:
         beginning = file.read(len(MAGIC))
     if beginning[:-1] == MAGIC[:-1]:
-        return _of_recordings(path.name, [path])
-    return _of_json_lines(path, block_tokens or MOONCAKE_BLOCK)
+        return _from_recordings(path.name, [path])
+    return _from_json_lines(path, block_tokens or MOONCAKE_BLOCK)
 
 
-def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
+def _from_recordings(name: str, files: Sequence[Path]) -> Trace:
     entries: list[Entry] = []
     salts, sizes, torn = set(), set(), 0
     for path in files:
@@ -149,7 +149,7 @@ def _of_recordings(name: str, files: Sequence[Path]) -> Trace:
     return made_of(name, requests, size, tuple(remarks), np.unique(np.concatenate([entry.names for entry in entries])))
 
 
-def _of_json_lines(path: Path, block_tokens: int) -> Trace:
+def _from_json_lines(path: Path, block_tokens: int) -> Trace:
     requests: list[Request] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -184,21 +184,21 @@ _DURATIONS = ("think", "span")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Conversations. Turns are geometric, thinking is log-normal with sigma 1, lengths are exponential; all by mean."""
+    """Conversations. Turns are geometric, think times log-normal (sigma 1), lengths exponential; all are means."""
 
     rate: float = 1.0
-    """Conversations that begin in a second, of the whole fleet."""
+    """Conversations that begin per second in the whole fleet."""
     turns: float = 5.0
     think: float = 60.0
     """Median seconds between an answer and the next question."""
     systems: int = 10
-    """Different system prompts; the i-th is used in proportion to 1 / i."""
+    """Distinct system prompts; the i-th is used in proportion to 1 / i."""
     system: int = 2048
-    """Tokens of one."""
+    """Tokens of one system prompt."""
     first: int = 4096
-    """New tokens of the first turn."""
+    """New tokens in the first turn."""
     question: int = 512
-    """New tokens of a later turn."""
+    """New tokens in each later turn."""
     answer: int = 512
     span: float = 3600.0
     """Seconds of traffic."""
@@ -206,7 +206,7 @@ class Chat:
 
 
 def parse_workload(text: str) -> Chat:
-    """``rate=2,turns=6,think=90s,...``. Raises ConfigError with one sentence."""
+    """Parse ``rate=2,turns=6,think=90s,...``. Raises ConfigError with one sentence."""
     allowed = ", ".join(f"{field.name}={field.default}" for field in fields(Chat))
     values: dict[str, float] = {}
     for part in filter(None, text.split(",")):
@@ -236,14 +236,14 @@ def _is_number(word: str) -> bool:
 
 
 def generate(chat: Chat) -> Trace:
-    """The requests of a workload, in blocks of 512 tokens. The same chat gives the same requests."""
+    """Generate the requests of a workload in blocks of 512 tokens. Equal workloads yield equal requests."""
     chance = random.Random(chat.seed)
     fresh = iter(range(1 << 62))
     systems = [[next(fresh) for _ in range(chat.system // BLOCK_TOKENS)] for _ in range(chat.systems)]
     weights = [1 / (place + 1) for place in range(chat.systems)]
     requests: list[Request] = []
     due: list[tuple[float, int, list[int], int]] = []
-    """When, the conversation, the chain so far, tokens so far."""
+    """Heap of next turns: time, conversation, chain so far, tokens so far."""
     starts = chance.expovariate(chat.rate)
     begun = 0
     while True:
