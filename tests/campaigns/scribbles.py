@@ -147,7 +147,7 @@ class Attacker:
         chance = self._chance
         name = chance.choice(["header", "header", "slabs", "slabs", *self.parts])
         part = self.parts[name]
-        used = np.flatnonzero(part[:_OFTEN])
+        used = np.flatnonzero(part[:_OFTEN].copy())
         words = []
         for _ in range(chance.choice([1, 1, 2, 3])):
             if name == "header":

@@ -232,6 +232,38 @@ def test_a_count_during_which_a_page_was_taken_away_is_repeated(store, place, pa
     assert store._usage.in_doubt()
 
 
+def _damaged_name(pack: Path, size: int = 100_000) -> Path:
+    """A file beside a pack that begins with its id, under a name that no pack has."""
+    damaged = pack.with_name(pack.name.replace("-6x", "-007x"))
+    damaged.write_bytes(os.urandom(size))
+    return damaged
+
+
+def test_a_page_is_written_again_where_a_damaged_name_has_the_id_of_its_pack(store, open_store, place, pack):
+    """What was gone was looked for under that name for ever: the page was STORED, then MISS."""
+    _damaged_name(pack)
+    reader = open_store()
+    assert_hits(reader, KEYS)
+    pack.unlink()
+    assert read_pages(reader, KEYS[:1])[0] == [GetResult.MISS]
+    assert store_pages(reader, KEYS[:1]) == [SetResult.STORED]
+    assert_hits(reader, KEYS[:1])
+
+
+def test_files_with_damaged_names_are_evicted_first_and_cleared(store, open_store, place, pack):
+    """They stayed for ever, in no account."""
+    capacity = 4 << 20
+    damaged = _damaged_name(pack, 2 * capacity)
+    small = open_store(capacity=capacity)
+    for number in range(20):
+        store_pages(small, page_keys(24, f"round {number}"), (10_000,))
+    assert not damaged.exists() and small.metrics.value("evicted", "capacity") > 0
+    store_pages(store, KEYS)
+    damaged = _damaged_name(_packs(place)[-1])
+    store.clear([IDENTITY])
+    assert not damaged.exists() and not list((place / "pages").iterdir())
+
+
 # -- capacity ----------------------------------------------------------------------------------------------------------
 
 

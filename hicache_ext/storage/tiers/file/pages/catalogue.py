@@ -244,6 +244,9 @@ class IdentityPacks:
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
                 self._learn(found, bucket)
+            else:
+                # Damage: it may begin with the id of a pack that is gone.
+                names.discard(name)
         here = set(map(pack_id_in, names))
         for gone in set(map(pack_id_in, before - names)) - here:
             self.forget(gone)
@@ -305,6 +308,8 @@ def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read:
     packs: dict[str, bytes] = {}
     living: list[bytes] = []
     for entry, found in page_files(path):
+        if not found.pack.count:
+            continue
         blocks = known.get(found.pack.id)
         if blocks is None:
             try:

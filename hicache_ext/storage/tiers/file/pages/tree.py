@@ -170,10 +170,10 @@ def entries(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntr
 
 
 def page_files(directory: str) -> Iterator[tuple[os.DirEntry[str], PackFile]]:
-    """The files of pages in a fan-out directory or a bucket, and what their names say."""
+    """Yield the files of ours in a fan-out directory or a bucket, and what their names say; an invalid name of a pack,
+    which damage leaves, says that it has no page: such a file is counted, evicted and cleared like others."""
     for entry in entries(directory, name_in(directory)):
-        if (found := PackFile.parse(entry.name)) is not None:
-            yield entry, found
+        yield entry, PackFile.parse(entry.name) or PackFile(Pack(pack_id_in(entry.name), 0, b""))
 
 
 def directories(directory: str | Path, name: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
@@ -415,8 +415,8 @@ def _count_in(directory: str) -> int:
 def _counted_in(directory: str, last_digit: str = "") -> int:
     """What the account has of the files in a directory, or of those whose ids end with a digit."""
     counted = 0
-    for entry in entries(directory, name_in(directory)):
-        if pack_id_in(entry.name).endswith(last_digit) and (found := PackFile.parse(entry.name)) is not None:
+    for entry, found in page_files(directory):
+        if found.pack.id.endswith(last_digit):
             with suppress(OSError):
                 counted += counted_for(found, entry.stat(follow_symlinks=False))
     return counted
