@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -157,7 +158,26 @@ def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
     return np.frombuffer(bytearray().join(keys), np.int64).reshape(len(keys), KEY_LENGTH // 8)
 
 
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result", GetResult, SetResult)
+
+
+def portions(
+    items: Sequence[_Item], sizes: Sequence[int], most: float, most_items: float = math.inf
+) -> Sequence[Sequence[_Item]]:
+    """``items`` in order, cut so that a portion of several has no more than ``most`` bytes, and no more than
+    ``most_items``. ``sizes``: the bytes of each."""
+    if sum(sizes) <= most and len(items) <= most_items:
+        return [items] if items else []
+    found: list[list[_Item]] = []
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not found or filled + size > most or len(found[-1]) >= most_items:
+            found.append([])
+            filled = 0
+        found[-1].append(item)
+        filled += size
+    return found
 
 
 def counted(results: Sequence[_Result]) -> dict[str, int]:

@@ -405,7 +405,7 @@ class SlabStore(PathStore):
         return found
 
     def _set_portion(
-        self, batch: PageBatch, positions: list[int], results: list[SetResult], tenancy: Words | None
+        self, batch: PageBatch, positions: Sequence[int], results: list[SetResult], tenancy: Words | None
     ) -> bool:
         """Write pages; False where not all have slots, and the page before them is there: what follows would stand
         behind a gap. Raises IndexBusyError, OSError."""
