@@ -10,7 +10,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
@@ -21,6 +21,9 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH, PAGE_HASH_LEN
 from hicache_ext.page.identity import joined_page_hashes
 from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.metrics import TierMetrics
+
+_Name = TypeVar("_Name", bound=Hashable)
+_T = TypeVar("_T")
 
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
 _nbytes = operator.attrgetter("nbytes")
@@ -107,9 +110,9 @@ class PageKeys(Sequence[bytes]):
             return PageKeys(self.identity, np.ascontiguousarray(self.words[which]))
         return (self._keys or self._all())[which]
 
-    def chosen(self, positions: npt.NDArray[np.intp]) -> PageKeys:
+    def chosen(self, positions: Sequence[int] | npt.NDArray[np.intp]) -> PageKeys:
         """The keys at these positions."""
-        return PageKeys(self.identity, self.words[positions])
+        return PageKeys(self.identity, self.words[np.asarray(positions, np.intp)])
 
     def under(self, identity: bytes) -> PageKeys:
         """The keys of the same pages in another identity."""
@@ -138,16 +141,29 @@ def identity_of(keys: Sequence[bytes]) -> bytes:
 
 def identities_of(keys: Sequence[bytes]) -> list[bytes]:
     """The identities of these pages, each once."""
+    return list(by_identity(keys))
+
+
+def by_identity(keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
+    """The positions of the pages of each identity."""
     if isinstance(keys, PageKeys):
-        return [keys.identity]
-    return list(dict.fromkeys([key[:IDENTITY_LENGTH] for key in keys]))
+        return {keys.identity: range(len(keys))} if len(keys) else {}
+    return grouped([key[:IDENTITY_LENGTH] for key in keys])
 
 
-def chosen_keys(keys: Sequence[bytes], positions: npt.NDArray[np.intp]) -> Sequence[bytes]:
+def grouped(names: Iterable[_Name]) -> dict[_Name, list[int]]:
+    """The positions of each name, in order."""
+    found: dict[_Name, list[int]] = {}
+    for position, name in enumerate(names):
+        found.setdefault(name, []).append(position)
+    return found
+
+
+def chosen_keys(keys: Sequence[bytes], positions: Sequence[int] | npt.NDArray[np.intp]) -> Sequence[bytes]:
     """The keys at these positions, which rise: numbers stay numbers."""
     if len(positions) == len(keys):
         return keys
-    return keys.chosen(positions) if isinstance(keys, PageKeys) else [keys[i] for i in positions.tolist()]
+    return keys.chosen(positions) if isinstance(keys, PageKeys) else [keys[position] for position in positions]
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
@@ -158,18 +174,17 @@ def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
     return np.frombuffer(bytearray().join(keys), np.int64).reshape(len(keys), KEY_LENGTH // 8)
 
 
-_Item = TypeVar("_Item")
 _Result = TypeVar("_Result", GetResult, SetResult)
 
 
 def portions(
-    items: Sequence[_Item], sizes: Sequence[int], most: float, most_items: float = math.inf
-) -> Sequence[Sequence[_Item]]:
+    items: Sequence[_T], sizes: Sequence[int], most: float, most_items: float = math.inf
+) -> Sequence[Sequence[_T]]:
     """``items`` in order, cut so that a portion of several has no more than ``most`` bytes, and no more than
     ``most_items``. ``sizes``: the bytes of each."""
     if sum(sizes) <= most and len(items) <= most_items:
         return [items] if items else []
-    found: list[list[_Item]] = []
+    found: list[list[_T]] = []
     filled = 0
     for item, size in zip(items, sizes, strict=True):
         if not found or filled + size > most or len(found[-1]) >= most_items:
@@ -178,6 +193,13 @@ def portions(
         found[-1].append(item)
         filled += size
     return found
+
+
+def put_back(results: list[_T], positions: Sequence[int], answers: Iterable[_T]) -> None:
+    """The answers for the pages at these positions into the results of all. Raises ValueError where there is not one
+    for each."""
+    for position, answer in zip(positions, answers, strict=True):
+        results[position] = answer
 
 
 def counted(results: Sequence[_Result]) -> dict[str, int]:
@@ -232,11 +254,17 @@ class PageBatch:
             return self
         buffers, keys = self.buffers, self.keys
         return PageBatch(
-            keys.chosen(np.array(chosen, np.intp)) if isinstance(keys, PageKeys) else [keys[i] for i in chosen],
+            keys.chosen(chosen) if isinstance(keys, PageKeys) else [keys[i] for i in chosen],
             buffers.select(chosen) if isinstance(buffers, PageMemory) else [buffers[i] for i in chosen],
             [self.sizes[i] for i in chosen],
             [self.counted_as[i] for i in chosen] if self.counted_as else (),
         )
+
+    def move_at(self, positions: Sequence[int], move: Callable[[PageBatch], Sequence[_T]], results: list[_T]) -> None:
+        """Give the pages at these positions to ``move``, if there are any; its answers go to their places in
+        ``results``. Raises ValueError where there is not one for each page."""
+        if positions:
+            put_back(results, positions, move(self.select(positions)))
 
     def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
         """Payload bytes of the pages with the result ``wanted``."""

@@ -30,7 +30,7 @@ from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import Unanswered
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool, call_within
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, portions
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, portions, put_back
 from hicache_ext.storage.contract.transforming.page_memory import Lease, LentMemory
 
 logger = logging.getLogger(__name__)
@@ -199,8 +199,7 @@ class Deadline:
                         logger.warning("hicache_ext: tier %s: a part of a call raised %r", self._store.name, error)
                         self._store.metrics.add("error", "raised")
                         answers = [kind.ERROR] * len(portion)
-                    for position, answer in zip(portion, answers, strict=True):
-                        results[position] = answer
+                    put_back(results, portion, answers)
             except TooLateError:
                 self._count("timeout", call.name, results.count(kind.TIMEOUT))
             except NotBegunError:

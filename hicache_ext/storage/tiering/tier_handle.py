@@ -140,10 +140,7 @@ class TierHandle(DelegatingStore):
                 scatter(memoryview(payload), buffers[position])
                 results[position] = GetResult.HIT
                 found += 1
-        if asked:
-            wanted = batch.select(asked)
-            for position, result in zip(asked, self.inner.get(wanted), strict=True):
-                results[position] = result
+        batch.move_at(asked, self.inner.get, results)
         self.metrics.add("get", "hit", found)
         return results
 
@@ -173,9 +170,7 @@ class TierHandle(DelegatingStore):
         away = [is_hidden or is_cleared for _, _, is_hidden, is_cleared in here]
         results = [SetResult.REJECTED if gone else SetResult.EXISTS for gone in away]
         absent = [at for at, (_, payload, _, _) in enumerate(here) if payload is None and not away[at]]
-        if absent:
-            for position, result in zip(absent, self._write(batch.select(absent)), strict=True):
-                results[position] = result
+        batch.move_at(absent, self._write, results)
         return results
 
     def _write(self, batch: PageBatch) -> list[SetResult]:

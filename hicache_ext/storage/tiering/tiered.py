@@ -34,6 +34,7 @@ from hicache_ext.storage.contract.store import (
     PageStore,
     SetResult,
     StoreInfo,
+    by_identity,
     chosen_keys,
     counted,
     identities_of,
@@ -391,10 +392,8 @@ class TieredStore:
         if len(places):
             for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
                 here = chosen_keys(keys, np.flatnonzero(places == number))
-                identities = identities_of(here) if len(here) else []
-                for identity in identities:
-                    some = here if len(identities) == 1 else [key for key in here if key.startswith(identity)]
-                    size = self._page_bytes.get(identity, 0)
+                for identity, positions in by_identity(here).items():
+                    some, size = chosen_keys(here, positions), self._page_bytes.get(identity, 0)
                     self.prefetcher.announce(some, arrangement.retrieve[number], size, still_wanted)
         return len(places)
 

@@ -38,12 +38,13 @@ from hicache_ext.storage.contract.store import (
     PageStore,
     SetResult,
     StoreInfo,
+    put_back,
 )
 from hicache_ext.storage.contract.transforming.known_forms import (
     BadSeals,
     KnownForms,
     UnsealedPages,
-    by_identity,
+    keys_by_identity,
     stored_keys,
     stored_keys_of,
 )
@@ -166,13 +167,13 @@ class TransformedStore(DelegatingStore):
         if not len(keys):
             return self.inner.contains(keys)
         known, found = self._known, [False] * len(keys)
-        for positions, some in by_identity(keys):
+        for positions, some in keys_by_identity(keys):
             forms = self._forms_found(known, some)
             for position, form in zip(positions, forms, strict=True):
                 found[position] = form is not None
             if self._unsealed is not None and None in forms:
                 missing = [page for page, form in enumerate(forms) if form is None]
-                self._unsealed.note(some.chosen(np.array(missing)))
+                self._unsealed.note(some.chosen(missing))
         return found
 
     def _forms_found(self, known: KnownForms, keys: PageKeys) -> list[int | None]:
@@ -195,7 +196,7 @@ class TransformedStore(DelegatingStore):
         if not len(keys):
             return self.inner.count_leading(keys)
         known = self._known
-        groups = list(by_identity(keys))
+        groups = list(keys_by_identity(keys))
         if len(groups) == 1 and len(forms := known.forms(groups[0][1].identity).all) == 1 and not self._bad.some:
             count = self.inner.count_leading(stored_keys(forms[0], groups[0][1]))
             if self._unsealed is not None and count < len(keys):
@@ -207,7 +208,7 @@ class TransformedStore(DelegatingStore):
         if not len(keys):
             return self.inner.remove(keys)
         known, removed = self._known, 0
-        for _, some in by_identity(list(dict.fromkeys(keys))):
+        for _, some in keys_by_identity(list(dict.fromkeys(keys))):
             forms = known.forms(some.identity).all
             if len(forms) == 1:
                 removed += self.inner.remove(stored_keys(forms[0], some))
@@ -229,22 +230,21 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
         plain = [page for page, form in enumerate(chosen) if form.plain]
-        self._move_plain(known, "get", batch, plain, results)
+        batch.move_at(plain, functools.partial(self._move, known, "get"), results)
         coded = [page for page, form in enumerate(chosen) if not form.plain]
         portions = self._portions.of(coded, [chosen[page].stored_length(batch.sizes[page]) for page in coded])
 
         def read(number: int) -> None:
             positions = portions[number]
             answers = self._read_portion(known, batch, positions, [stored[i] for i in positions], chosen)
-            for position, answer in zip(positions, answers, strict=True):
-                results[position] = answer
+            put_back(results, positions, answers)
 
         self._portions.run(len(portions), read)
         if self._bad.some:
             self._bad.forget([key for key, result in zip(stored, results, strict=True) if result is GetResult.HIT])
         if self._unsealed is not None and GetResult.MISS in results:
             missing = [page for page, result in enumerate(results) if result is GetResult.MISS]
-            self._unsealed.note(keys.chosen(np.array(missing)))
+            self._unsealed.note(keys.chosen(missing))
         return results
 
     def _read_portion(
@@ -289,9 +289,8 @@ class TransformedStore(DelegatingStore):
         places = known.remembered(keys)
         unknown = [page for page, place in enumerate(places) if place is None]
         if unknown:
-            found = self._forms_found(known, keys.chosen(np.array(unknown)))
-            for page, place in zip(unknown, found, strict=True):
-                places[page] = place
+            found = self._forms_found(known, keys.chosen(unknown))
+            put_back(places, unknown, found)
         return [forms.all[place or 0] for place in places]
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -320,7 +319,7 @@ class TransformedStore(DelegatingStore):
 
         def write(number: int) -> None:
             positions = portions[number]
-            names = keys.chosen(np.array(positions))
+            names = keys.chosen(positions)
             for position, answer in zip(
                 positions, self._write_portion(known, forms, batch.select(positions), names), strict=True
             ):
@@ -330,7 +329,7 @@ class TransformedStore(DelegatingStore):
                     results[position] = answer
 
         self._portions.run(len(portions), write)
-        self._move_plain(known, "set", batch, sorted(plain), results)
+        batch.move_at(sorted(plain), functools.partial(self._move, known, "set"), results)
         return results
 
     def _write_portion(
@@ -343,7 +342,7 @@ class TransformedStore(DelegatingStore):
         if not some:
             return results
         if len(some) < len(batch):
-            batch, keys, coded = batch.select(some), keys.chosen(np.array(some)), [coded[page] for page in some]
+            batch, keys, coded = batch.select(some), keys.chosen(some), [coded[page] for page in some]
         chosen = [
             raw if piece is None else next(form for form in forms.written[1:] if piece.nbytes <= form.room)
             for piece in coded
@@ -365,8 +364,7 @@ class TransformedStore(DelegatingStore):
                 given = given.select([page for page in range(len(batch)) if page not in kept])
             answers = iter(self._move(known, "set", given))
             written = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
-        for page, answer in zip(some, written, strict=True):
-            results[page] = answer
+        put_back(results, some, written)
         return results
 
     def _encoded(self, known: KnownForms, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
@@ -392,14 +390,6 @@ class TransformedStore(DelegatingStore):
             known.paying.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
         return answers
 
-    def _move_plain(
-        self, known: KnownForms, call: str, batch: PageBatch, positions: Sequence[int], results: list[_Result]
-    ) -> None:
-        """Move pages that are stored as they are: straight between the store and their places."""
-        if positions:
-            for position, answer in zip(positions, self._move(known, call, batch.select(positions)), strict=True):
-                results[position] = answer
-
     def _moved(
         self,
         call: str,
@@ -409,7 +399,7 @@ class TransformedStore(DelegatingStore):
     ) -> list[_Result]:
         """The results of the pages of each identity, in order."""
         results, known = [error] * len(batch), self._known
-        for positions, keys in by_identity(batch.keys):
+        for positions, keys in keys_by_identity(batch.keys):
             some = batch.select(positions)
             try:
                 of_identity = move(known, keys, some)
@@ -419,8 +409,7 @@ class TransformedStore(DelegatingStore):
                 self.metrics.add("error", error_reason(raised), len(positions))
                 self._log.log(logging.WARNING, call, "tier %s: %s: %r", self.name, call, raised, exc_info=raised)
                 continue
-            for position, result in zip(positions, of_identity, strict=True):
-                results[position] = result
+            put_back(results, positions, of_identity)
         return results
 
     def close(self) -> None:

@@ -232,8 +232,7 @@ class PathStore(TierStore):
             keys, sizes = [batch.keys[position] for position in there], [batch.sizes[position] for position in there]
             seen = [result for some, _ in self._looked_at(keys, sizes) for result in some]
             bad = [position for position, result in zip(there, seen, strict=True) if result is not GetResult.HIT]
-            for position, result in zip(bad, self._write_absent(batch.select(bad)) if bad else (), strict=True):
-                results[position] = result
+            batch.move_at(bad, self._write_absent, results)
         return results
 
     def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[list[GetResult], int]]:
