@@ -10,7 +10,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
@@ -22,7 +22,6 @@ from hicache_ext.page.identity import joined_page_hashes
 from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.metrics import TierMetrics
 
-_Name = TypeVar("_Name", bound=Hashable)
 _T = TypeVar("_T")
 
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
@@ -141,19 +140,23 @@ def identity_of(keys: Sequence[bytes]) -> bytes:
 
 def identities_of(keys: Sequence[bytes]) -> list[bytes]:
     """The identities of these pages, each once."""
-    return list(by_identity(keys))
-
-
-def by_identity(keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
-    """The positions of the pages of each identity."""
     if isinstance(keys, PageKeys):
-        return {keys.identity: range(len(keys))} if len(keys) else {}
-    return grouped([key[:IDENTITY_LENGTH] for key in keys])
+        return [keys.identity]
+    return list(dict.fromkeys([key[:IDENTITY_LENGTH] for key in keys]))
 
 
-def grouped(names: Iterable[_Name]) -> dict[_Name, list[int]]:
+def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys]]:
+    """The pages of each identity: their positions, and their keys."""
+    if not isinstance(keys, PageKeys):
+        for identity, positions in grouped([key[:IDENTITY_LENGTH] for key in keys]).items():
+            yield positions, PageKeys.of_joined(identity, b"".join([keys[i][IDENTITY_LENGTH:] for i in positions]))
+    elif len(keys):
+        yield range(len(keys)), keys
+
+
+def grouped(names: Iterable[_T]) -> dict[_T, list[int]]:
     """The positions of each name, in order."""
-    found: dict[_Name, list[int]] = {}
+    found: dict[_T, list[int]] = {}
     for position, name in enumerate(names):
         found.setdefault(name, []).append(position)
     return found
@@ -180,8 +183,7 @@ _Result = TypeVar("_Result", GetResult, SetResult)
 def portions(
     items: Sequence[_T], sizes: Sequence[int], most: float, most_items: float = math.inf
 ) -> Sequence[Sequence[_T]]:
-    """``items`` in order, cut so that a portion of several has no more than ``most`` bytes, and no more than
-    ``most_items``. ``sizes``: the bytes of each."""
+    """``items`` in order, in portions of at most ``most`` bytes (``sizes``: of each) and ``most_items``, or of one."""
     if sum(sizes) <= most and len(items) <= most_items:
         return [items] if items else []
     found: list[list[_T]] = []
@@ -196,8 +198,7 @@ def portions(
 
 
 def put_back(results: list[_T], positions: Sequence[int], answers: Iterable[_T]) -> None:
-    """The answers for the pages at these positions into the results of all. Raises ValueError where there is not one
-    for each."""
+    """Write the answers for the pages at these positions, one for each (or ValueError), into the results of all."""
     for position, answer in zip(positions, answers, strict=True):
         results[position] = answer
 
@@ -246,11 +247,8 @@ class PageBatch:
 
     def select(self, positions: Iterable[int]) -> PageBatch:
         """The pages at these positions, in their order, over the same memory."""
-        everything = range(len(self.sizes))
-        if positions == everything:
-            return self
         chosen = list(positions)
-        if chosen == list(everything):
+        if chosen == list(range(len(self.sizes))):
             return self
         buffers, keys = self.buffers, self.keys
         return PageBatch(
@@ -261,8 +259,7 @@ class PageBatch:
         )
 
     def move_at(self, positions: Sequence[int], move: Callable[[PageBatch], Sequence[_T]], results: list[_T]) -> None:
-        """Give the pages at these positions to ``move``, if there are any; its answers go to their places in
-        ``results``. Raises ValueError where there is not one for each page."""
+        """Have ``move`` read or write the pages at these positions, if there are any: ``put_back`` its answers."""
         if positions:
             put_back(results, positions, move(self.select(positions)))
 

@@ -392,8 +392,8 @@ class TieredStore:
         if len(places):
             for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
                 here = chosen_keys(keys, np.flatnonzero(places == number))
-                for identity, positions in by_identity(here).items():
-                    some, size = chosen_keys(here, positions), self._page_bytes.get(identity, 0)
+                for _, some in by_identity(here):
+                    size = self._page_bytes.get(some.identity, 0)
                     self.prefetcher.announce(some, arrangement.retrieve[number], size, still_wanted)
         return len(places)
 

@@ -38,13 +38,13 @@ from hicache_ext.storage.contract.store import (
     PageStore,
     SetResult,
     StoreInfo,
+    by_identity,
     put_back,
 )
 from hicache_ext.storage.contract.transforming.known_forms import (
     BadSeals,
     KnownForms,
     UnsealedPages,
-    keys_by_identity,
     stored_keys,
     stored_keys_of,
 )
@@ -164,10 +164,8 @@ class TransformedStore(DelegatingStore):
     # -- presence --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if not len(keys):
-            return self.inner.contains(keys)
         known, found = self._known, [False] * len(keys)
-        for positions, some in keys_by_identity(keys):
+        for positions, some in by_identity(keys):
             forms = self._forms_found(known, some)
             for position, form in zip(positions, forms, strict=True):
                 found[position] = form is not None
@@ -193,10 +191,8 @@ class TransformedStore(DelegatingStore):
         return found
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        if not len(keys):
-            return self.inner.count_leading(keys)
         known = self._known
-        groups = list(keys_by_identity(keys))
+        groups = list(by_identity(keys))
         if len(groups) == 1 and len(forms := known.forms(groups[0][1].identity).all) == 1 and not self._bad.some:
             count = self.inner.count_leading(stored_keys(forms[0], groups[0][1]))
             if self._unsealed is not None and count < len(keys):
@@ -205,10 +201,8 @@ class TransformedStore(DelegatingStore):
         return leading_in_portions(keys, self.contains, _LEADING_AT_ONCE, 4)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        if not len(keys):
-            return self.inner.remove(keys)
         known, removed = self._known, 0
-        for _, some in keys_by_identity(list(dict.fromkeys(keys))):
+        for _, some in by_identity(list(dict.fromkeys(keys))):
             forms = known.forms(some.identity).all
             if len(forms) == 1:
                 removed += self.inner.remove(stored_keys(forms[0], some))
@@ -220,8 +214,6 @@ class TransformedStore(DelegatingStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        if not len(batch):
-            return self.inner.get(batch)
         return self._moved("get", batch, self._get_of_identity, GetResult.ERROR)
 
     def _get_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[GetResult]:
@@ -296,21 +288,17 @@ class TransformedStore(DelegatingStore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        if not len(batch):
-            return self.inner.set(batch)
         return self._moved("set", batch, self._set_of_identity, SetResult.ERROR)
 
     def _set_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[SetResult]:
         forms = known.forms(keys.identity)
-        results = [SetResult.ERROR] * len(batch)
         left = list(range(len(batch)))
         if len(forms.written) > 1:
             # To encode a page costs more than to ask whether it is there; and it may be there in another form.
             found = self._forms_found(known, keys)
-            for page in left:
-                if (place := found[page]) is not None and place < len(forms.written):
-                    results[page] = SetResult.EXISTS
-            left = [page for page in left if results[page] is not SetResult.EXISTS]
+            left = [page for page, place in enumerate(found) if place is None or place >= len(forms.written)]
+        results = [SetResult.EXISTS] * len(batch)
+        put_back(results, left, [SetResult.ERROR] * len(left))
         raw = forms.written[0]
         plain: list[int] = []
         if raw.plain and not known.encodes_now(forms):
@@ -360,10 +348,9 @@ class TransformedStore(DelegatingStore):
             self._portions.each(len(batch), pack)
             given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
             kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
-            if kept:
-                given = given.select([page for page in range(len(batch)) if page not in kept])
-            answers = iter(self._move(known, "set", given))
-            written = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
+            written = [SetResult.REJECTED] * len(batch)
+            free = [page for page in range(len(batch)) if page not in kept]
+            given.move_at(free, functools.partial(self._move, known, "set"), written)
         put_back(results, some, written)
         return results
 
@@ -399,7 +386,7 @@ class TransformedStore(DelegatingStore):
     ) -> list[_Result]:
         """The results of the pages of each identity, in order."""
         results, known = [error] * len(batch), self._known
-        for positions, keys in keys_by_identity(batch.keys):
+        for positions, keys in by_identity(batch.keys):
             some = batch.select(positions)
             try:
                 of_identity = move(known, keys, some)

@@ -18,7 +18,7 @@ from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id, pars
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Retry
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
-from hicache_ext.storage.contract.store import by_identity, chosen_keys, put_back
+from hicache_ext.storage.contract.store import by_identity, put_back
 from hicache_ext.storage.tiers.object.client import Requests
 
 logger = logging.getLogger(__name__)
@@ -146,8 +146,8 @@ class PackCatalog:
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
         """Where each page would be: its names tell, and the store may have others by now."""
         found: list[Place | None] = [None] * len(keys)
-        for digest, positions in by_identity(keys).items():
-            put_back(found, positions, self.of(digest).index.find(chosen_keys(keys, positions)))
+        for positions, some in by_identity(keys):
+            put_back(found, positions, self.of(some.identity).index.find(some))
         return found
 
     def expect(self, digest: bytes) -> None:

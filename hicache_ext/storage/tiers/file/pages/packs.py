@@ -33,7 +33,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.base import leading_in_portions
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, by_identity, key_words
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, by_identity, chosen_keys
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import IdentityPacks, PackCatalogue
@@ -114,8 +114,8 @@ class PageFiles(PathStore):
     def _find(self, keys: Sequence[bytes]) -> list[FoundPack | None]:
         """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
-        for identity, positions in by_identity(keys).items():
-            known = self._catalogue.of(identity)
+        for positions, some in by_identity(keys):
+            known = self._catalogue.of(some.identity)
             for attempt in range(_ATTEMPTS):
                 places = known.find([keys[i] for i in positions], again=attempt == 0)
                 packs = {place.pack.id: place.pack for place in places if place is not None}
@@ -177,13 +177,13 @@ class PageFiles(PathStore):
     def _found_alone(self, core: native.Core, keys: Sequence[bytes]) -> list[bool]:
         """``_looked_up_alone`` in C. Raises OSError where an identity's directory cannot be looked into."""
         present, oldest = np.zeros(len(keys), np.bool_), self._oldest()
-        for identity, positions in by_identity(keys).items():
+        for positions, some in by_identity(keys):
             try:
-                home = self._directory.identity_path(identity)
+                home = self._directory.identity_path(some.identity)
                 directory = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             except ABSENT:
                 continue
-            words, found = key_words([keys[position] for position in positions]), np.zeros(len(positions), np.bool_)
+            words, found = some.words, np.zeros(len(some), np.bool_)
             try:
                 of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest // 1000)
                 core(FindPageFiles(*of_core, native.address(found)))
@@ -237,8 +237,8 @@ class PageFiles(PathStore):
         """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
         ``IdentityPacks.find``."""
         found: list[Run] = []
-        for identity, positions in by_identity(batch.keys).items():
-            in_packs = self._catalogue.of(identity).find([batch.keys[i] for i in positions], again=again)
+        for positions, some in by_identity(batch.keys):
+            in_packs = self._catalogue.of(some.identity).find(some, again=again)
             places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
             of_identity = runs(places, PACK_BYTES)
             found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
@@ -402,7 +402,7 @@ class PageFiles(PathStore):
         """Which pages share a file."""
         most_bytes = PACK_BYTES if self._capacity is None else min(PACK_BYTES, self._capacity // _SHARE)
         found: list[list[int]] = []
-        for members in by_identity([batch.keys[position] for position in positions]).values():
+        for members, _ in by_identity(chosen_keys(batch.keys, positions)):
             mine = [positions[member] for member in members]
             page_bytes = [HEADER_LENGTH + batch.sizes[position] for position in mine]
             found += [[mine[n] for n in part] for part in portions(page_bytes, self._most_pages, most_bytes)]
@@ -499,9 +499,8 @@ class PageFiles(PathStore):
     def _make_way(self, sizes: Mapping[bytes, int]) -> None:
         """Take pages that are about to be written, key and bytes, out of the packs that they cannot be read from:
         readers look into packs first. Never raises OSError."""
-        keys = list(sizes)
-        for identity, positions in by_identity(keys).items():
-            wanted, known = [keys[position] for position in positions], self._catalogue.of(identity)
+        for _, wanted in by_identity(list(sizes)):
+            identity, known = wanted.identity, self._catalogue.of(wanted.identity)
             for key, place in zip(wanted, known.find(wanted, again=False), strict=True):
                 for each in known.find_all(key) if place is not None else ():
                     found = self._status(known, each.pack)
