@@ -305,7 +305,7 @@ class TieredStore:
             # The leading run is known only now; nothing behind a gap is promoted.
             outer = [position for position, place in enumerate(places) if place >= arrangement.inner_tiers]
             if outer:
-                arrangement.promote_to.promotions.offer(batch, outer, still_wanted)
+                arrangement.promote_to.promotions.offer(batch.select(outer), still_wanted)
         return read.results
 
     def _read_known_places(self, read: _Read, positions: Sequence[int], planned: Mapping[bytes, PageStore]) -> None:
@@ -507,7 +507,8 @@ class TieredStore:
                     results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
                     read.note(positions, number, results)
             leading = _leading_hits(read.results)
-            dropped = target.promotions.offer(read.batch, range(leading), still_wanted).count(SetResult.REJECTED)
+            offered = target.promotions.offer(read.batch.select(range(leading)), still_wanted)
+            dropped = offered.count(SetResult.REJECTED)
         present, absent = len(keys) - len(missing), len(missing) - leading
         return Counter(present=present, fetched=leading - dropped, dropped=dropped, absent=absent)
 

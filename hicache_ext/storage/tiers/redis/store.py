@@ -42,7 +42,7 @@ from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.reports import LastLook
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, grouped, identities_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, grouped, identities_of, put_back
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
@@ -251,8 +251,7 @@ class RedisPageStore(TierStore):
             self._note_suspects(calls)
             self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
             self.count_errors(_reasons(calls, GetResult.ERROR))
-            for position, call in zip(left, calls, strict=True):
-                results[position] = call.result
+            put_back(results, left, [call.result for call in calls])
         if self._bad_pages.hides_some:
             self._bad_pages.clear(
                 key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT

@@ -33,7 +33,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.base import leading_in_portions
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, by_identity, chosen_keys
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, by_identity, chosen_keys, put_back
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import IdentityPacks, PackCatalogue
@@ -249,16 +249,13 @@ class PageFiles(PathStore):
     def _read(self, batch: PageBatch, attempts: int = _ATTEMPTS) -> list[GetResult]:
         """``attempts``: how often to look again for pages that are not where they were expected."""
         runs = self._runs(batch, again=attempts == _ATTEMPTS)
-        results = [GetResult.MISS] * len(batch)
+        found: list[GetResult | None] = [None] * len(batch)
         read = self._workers.run(len(runs), lambda number: self._read_file(runs[number], batch))
-        moved: list[int] = []
-        for run, found in zip(runs, read, strict=True):
-            for position, result in zip(run.members, found, strict=True):
-                if result is None:
-                    moved.append(position)
-                else:
-                    results[position] = result
-        if moved and attempts:
+        for run, of_run in zip(runs, read, strict=True):
+            put_back(found, run.members, of_run)
+        results = [result or GetResult.MISS for result in found]
+        if attempts and None in found:
+            moved = [position for position, result in enumerate(found) if result is None]
             batch.move_at(moved, partial(self._read, attempts=attempts - 1), results)
         return results
 
