@@ -167,8 +167,7 @@ class TransformedStore(DelegatingStore):
         known, found = self._known, [False] * len(keys)
         for positions, some in by_identity(keys):
             forms = self._forms_found(known, some)
-            for position, form in zip(positions, forms, strict=True):
-                found[position] = form is not None
+            put_back(found, positions, [form is not None for form in forms])
             if self._unsealed is not None and None in forms:
                 missing = [page for page, form in enumerate(forms) if form is None]
                 self._unsealed.note(some.chosen(missing))
@@ -281,8 +280,7 @@ class TransformedStore(DelegatingStore):
         places = known.remembered(keys)
         unknown = [page for page, place in enumerate(places) if place is None]
         if unknown:
-            found = self._forms_found(known, keys.chosen(unknown))
-            put_back(places, unknown, found)
+            put_back(places, unknown, self._forms_found(known, keys.chosen(unknown)))
         return [forms.all[place or 0] for place in places]
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -297,27 +295,22 @@ class TransformedStore(DelegatingStore):
             # To encode a page costs more than to ask whether it is there; and it may be there in another form.
             found = self._forms_found(known, keys)
             left = [page for page, place in enumerate(found) if place is None or place >= len(forms.written)]
-        results = [SetResult.EXISTS] * len(batch)
-        put_back(results, left, [SetResult.ERROR] * len(left))
+        # None: to be stored as it is.
+        results: list[Any] = [SetResult.EXISTS] * len(batch)
+        put_back(results, left, [None] * len(left))
         raw = forms.written[0]
-        plain: list[int] = []
         if raw.plain and not known.encodes_now(forms):
-            plain, left = left, []
+            left = []
         portions = self._portions.of(left, [raw.stored_length(batch.sizes[page]) for page in left])
 
         def write(number: int) -> None:
             positions = portions[number]
-            names = keys.chosen(positions)
-            for position, answer in zip(
-                positions, self._write_portion(known, forms, batch.select(positions), names), strict=True
-            ):
-                if answer is None:
-                    plain.append(position)
-                else:
-                    results[position] = answer
+            written = self._write_portion(known, forms, batch.select(positions), keys.chosen(positions))
+            put_back(results, positions, written)
 
         self._portions.run(len(portions), write)
-        batch.move_at(sorted(plain), functools.partial(self._move, known, "set"), results)
+        plain = [page for page, result in enumerate(results) if result is None]
+        batch.move_at(plain, functools.partial(self._move, known, "set"), results)
         return results
 
     def _write_portion(
