@@ -34,7 +34,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract import tenants
-from hicache_ext.storage.contract.store import SetResult
+from hicache_ext.storage.contract.store import SetResult, put_back
 from hicache_ext.storage.serving.hints import HintSender
 
 logger = logging.getLogger(__name__)
@@ -241,8 +241,7 @@ class PoolWriter:
             self._metrics.add("write", "calls")
             ends = Counter("present" if result is SetResult.EXISTS else result.value for result in stored)
             self._metrics.add_many("page", ends)
-            for page, result in zip(absent, stored, strict=True):
-                results[page] = result
+            put_back(results, absent, stored)
         return results
 
 

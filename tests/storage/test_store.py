@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from hicache_ext.page.memory import Addresses, PageMemory, addresses_of
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, chosen_keys, counted, key_words
+from hicache_ext.storage.contract.store import (
+    GetResult,
+    PageBatch,
+    PageKeys,
+    by_identity,
+    chosen_keys,
+    counted,
+    key_words,
+    portions,
+)
 
 HIT, MISS, ERROR = GetResult.HIT, GetResult.MISS, GetResult.ERROR
 
@@ -46,6 +55,44 @@ def test_some_keys_and_those_of_another_identity_are_made_of_what_there_is() -> 
         assert keys.under(b"i" * 16) is keys
         assert list(keys.under(b"j" * 16)) == [b"j" * 16 + page_hash for page_hash in hashes]
         assert list(keys[:3].under(b"j" * 16)) == [b"j" * 16 + page_hash for page_hash in hashes[:3]]
+
+
+def test_pages_of_several_identities_are_told_apart_in_order() -> None:
+    of_one = PageKeys.of_joined(b"i" * 16, bytes(32) + b"1" * 32)
+    of_other = PageKeys.of_joined(b"j" * 16, b"2" * 32)
+    mixed = [of_one[0], of_other[0], of_one[1]]
+    assert [(list(at), list(some), some.identity) for at, some in by_identity(mixed)] == [
+        ([0, 2], list(of_one), b"i" * 16),
+        ([1], list(of_other), b"j" * 16),
+    ]
+    assert [(list(at), some is of_one) for at, some in by_identity(of_one)] == [([0, 1], True)]
+    assert [*by_identity(of_one[:0])] == [*by_identity([])] == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "most_items", "expected"),
+    [
+        ([], 10, 10, []),
+        ([5, 5], 10, 10, ["ab"]),
+        ([5, 5, 1], 10, 10, ["ab", "c"]),
+        ([50, 1, 9], 10, 10, ["a", "bc"]),
+        ([1, 1, 1], 10, 2, ["ab", "c"]),
+        ([5, 0], 0, 10, ["a", "b"]),
+    ],
+)
+def test_a_portion_is_within_its_limits_or_one_page(
+    sizes: list[int], most: int, most_items: int, expected: list[str]
+) -> None:
+    assert ["".join(portion) for portion in portions("abc"[: len(sizes)], sizes, most, most_items)] == expected
+
+
+def test_what_some_pages_are_answered_goes_to_their_places() -> None:
+    results = [MISS] * 3
+    a_batch().move_at([2, 0], lambda some: [HIT if size == 300 else ERROR for size in some.sizes], results)
+    assert results == [ERROR, MISS, HIT]
+    a_batch().move_at([], lambda some: pytest.fail("there is nothing to move"), results)
+    with pytest.raises(ValueError, match="shorter"):
+        a_batch().move_at([0, 1], lambda some: [HIT], results)
 
 
 @pytest.mark.parametrize("results", [[], [HIT], [HIT, HIT], [MISS, HIT, HIT], [HIT, ERROR, MISS, ERROR]])

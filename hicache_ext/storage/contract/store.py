@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
@@ -20,6 +21,8 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH, KEY_LENGTH, PAGE_HASH_LEN
 from hicache_ext.page.identity import joined_page_hashes
 from hicache_ext.page.memory import PageMemory
 from hicache_ext.runtime.metrics import TierMetrics
+
+_T = TypeVar("_T")
 
 _IDENTITY_WORDS = IDENTITY_LENGTH // 8
 _nbytes = operator.attrgetter("nbytes")
@@ -106,9 +109,9 @@ class PageKeys(Sequence[bytes]):
             return PageKeys(self.identity, np.ascontiguousarray(self.words[which]))
         return (self._keys or self._all())[which]
 
-    def chosen(self, positions: npt.NDArray[np.intp]) -> PageKeys:
+    def chosen(self, positions: Sequence[int] | npt.NDArray[np.intp]) -> PageKeys:
         """The keys at these positions."""
-        return PageKeys(self.identity, self.words[positions])
+        return PageKeys(self.identity, self.words[np.asarray(positions, np.intp)])
 
     def under(self, identity: bytes) -> PageKeys:
         """The keys of the same pages in another identity."""
@@ -142,11 +145,28 @@ def identities_of(keys: Sequence[bytes]) -> list[bytes]:
     return list(dict.fromkeys([key[:IDENTITY_LENGTH] for key in keys]))
 
 
-def chosen_keys(keys: Sequence[bytes], positions: npt.NDArray[np.intp]) -> Sequence[bytes]:
+def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys]]:
+    """The pages of each identity: their positions, and their keys."""
+    if not isinstance(keys, PageKeys):
+        for identity, positions in grouped([key[:IDENTITY_LENGTH] for key in keys]).items():
+            yield positions, PageKeys.of_joined(identity, b"".join([keys[i][IDENTITY_LENGTH:] for i in positions]))
+    elif len(keys):
+        yield range(len(keys)), keys
+
+
+def grouped(names: Iterable[_T]) -> dict[_T, list[int]]:
+    """The positions of each name, in order."""
+    found: dict[_T, list[int]] = {}
+    for position, name in enumerate(names):
+        found.setdefault(name, []).append(position)
+    return found
+
+
+def chosen_keys(keys: Sequence[bytes], positions: Sequence[int] | npt.NDArray[np.intp]) -> Sequence[bytes]:
     """The keys at these positions, which rise: numbers stay numbers."""
     if len(positions) == len(keys):
         return keys
-    return keys.chosen(positions) if isinstance(keys, PageKeys) else [keys[i] for i in positions.tolist()]
+    return keys.chosen(positions) if isinstance(keys, PageKeys) else [keys[position] for position in positions]
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
@@ -158,6 +178,29 @@ def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
 
 
 _Result = TypeVar("_Result", GetResult, SetResult)
+
+
+def portions(
+    items: Sequence[_T], sizes: Sequence[int], most: float, most_items: float = math.inf
+) -> Sequence[Sequence[_T]]:
+    """``items`` in order, in portions of at most ``most`` bytes (``sizes``: of each) and ``most_items``, or of one."""
+    if sum(sizes) <= most and len(items) <= most_items:
+        return [items] if items else []
+    found: list[list[_T]] = []
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not found or filled + size > most or len(found[-1]) >= most_items:
+            found.append([])
+            filled = 0
+        found[-1].append(item)
+        filled += size
+    return found
+
+
+def put_back(results: list[_T], positions: Sequence[int], answers: Iterable[_T]) -> None:
+    """Write the answers for the pages at these positions, one for each (or ValueError), into the results of all."""
+    for position, answer in zip(positions, answers, strict=True):
+        results[position] = answer
 
 
 def counted(results: Sequence[_Result]) -> dict[str, int]:
@@ -204,19 +247,21 @@ class PageBatch:
 
     def select(self, positions: Iterable[int]) -> PageBatch:
         """The pages at these positions, in their order, over the same memory."""
-        everything = range(len(self.sizes))
-        if positions == everything:
-            return self
         chosen = list(positions)
-        if chosen == list(everything):
+        if chosen == list(range(len(self.sizes))):
             return self
         buffers, keys = self.buffers, self.keys
         return PageBatch(
-            keys.chosen(np.array(chosen, np.intp)) if isinstance(keys, PageKeys) else [keys[i] for i in chosen],
+            keys.chosen(chosen) if isinstance(keys, PageKeys) else [keys[i] for i in chosen],
             buffers.select(chosen) if isinstance(buffers, PageMemory) else [buffers[i] for i in chosen],
             [self.sizes[i] for i in chosen],
             [self.counted_as[i] for i in chosen] if self.counted_as else (),
         )
+
+    def move_at(self, positions: Sequence[int], move: Callable[[PageBatch], Sequence[_T]], results: list[_T]) -> None:
+        """Have ``move`` read or write the pages at these positions, if there are any: ``put_back`` its answers."""
+        if positions:
+            put_back(results, positions, move(self.select(positions)))
 
     def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
         """Payload bytes of the pages with the result ``wanted``."""

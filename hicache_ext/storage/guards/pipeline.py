@@ -350,10 +350,8 @@ class GuardedStore(DelegatingStore):
             self._sleep(pause)
             failed = [position for position, result in enumerate(results) if result is error]
             self.metrics.add("retry", call.name, len(failed))
-            again = one_for_each(move(batch.select(failed)), len(failed))
             results = list(results)
-            for position, result in zip(failed, again, strict=True):
-                results[position] = result
+            batch.move_at(failed, move, results)
         return results
 
 

@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from hicache_ext.page.page_object import gather, scatter
 from hicache_ext.runtime.call_deadline import Unanswered
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool, call_within
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult, portions, put_back
 from hicache_ext.storage.contract.transforming.page_memory import Lease, LentMemory
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Deadline:
         results = [kind.TIMEOUT] * len(batch)
         with self._calls:
             try:
-                for portion in self._portions_of(batch.sizes):
+                for portion in portions(range(len(batch)), batch.sizes, self._portion):
                     try:
                         answers = self._transfer_portion(call, batch.select(portion), move)
                     except (TooLateError, NotBegunError, StoreClosedError):
@@ -199,8 +199,7 @@ class Deadline:
                         logger.warning("hicache_ext: tier %s: a part of a call raised %r", self._store.name, error)
                         self._store.metrics.add("error", "raised")
                         answers = [kind.ERROR] * len(portion)
-                    for position, answer in zip(portion, answers, strict=True):
-                        results[position] = answer
+                    put_back(results, portion, answers)
             except TooLateError:
                 self._count("timeout", call.name, results.count(kind.TIMEOUT))
             except NotBegunError:
@@ -251,17 +250,6 @@ class Deadline:
                     if answer is GetResult.HIT:
                         scatter(source, segments)
             return answers
-
-    def _portions_of(self, sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Positions, cut so that each portion fits its part of the bounce memory."""
-        first, filled = 0, 0
-        for position, size in enumerate(sizes):
-            if filled and filled + size > self._portion:
-                yield range(first, position)
-                first, filled = position, 0
-            filled += size
-        if first < len(sizes):
-            yield range(first, len(sizes))
 
     @contextmanager
     def _lent(self, batch: PageBatch, deadline: float) -> Iterator[tuple[Lease, PageBatch]]:

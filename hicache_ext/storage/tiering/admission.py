@@ -354,9 +354,7 @@ class Admission:
         if wanted is None:
             return write(batch)
         results = [SetResult.REFUSED] * len(batch)
-        if wanted:
-            for position, result in zip(wanted, write(batch.select(wanted)), strict=True):
-                results[position] = result
+        batch.move_at(wanted, write, results)
         return results
 
     def written(self, batch: PageBatch, results: Sequence[SetResult]) -> list[SetResult]:

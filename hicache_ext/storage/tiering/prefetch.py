@@ -34,7 +34,7 @@ from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import one_for_each
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, identity_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, grouped, identity_of
 from hicache_ext.storage.tiering.background_work import FETCH, READ, IoPriority, StillWanted, always
 from hicache_ext.storage.tiering.tier_use import TieringSettings
 
@@ -204,11 +204,8 @@ class Prefetcher:
         """
         keys, buffers = list(batch.keys), list(batch.buffers)
         results = [GetResult.REJECTED] * len(keys)
-        of_fetch: dict[Fetch, list[int]] = {}
-        for position, fetch in enumerate(fetches):
-            of_fetch.setdefault(fetch, []).append(position)
         # What has been fetched is copied while the rest is on its way.
-        for fetch, positions in sorted(of_fetch.items(), key=lambda item: item[0].under_way):
+        for fetch, positions in sorted(grouped(fetches).items(), key=lambda item: item[0].under_way):
             wanted = {keys[position] for position in positions}
             with self._condition:
                 while fetch.under_way and not fetch.live.isdisjoint(wanted):

@@ -140,10 +140,7 @@ class TierHandle(DelegatingStore):
                 scatter(memoryview(payload), buffers[position])
                 results[position] = GetResult.HIT
                 found += 1
-        if asked:
-            wanted = batch.select(asked)
-            for position, result in zip(asked, self.inner.get(wanted), strict=True):
-                results[position] = result
+        batch.move_at(asked, self.inner.get, results)
         self.metrics.add("get", "hit", found)
         return results
 
@@ -173,9 +170,7 @@ class TierHandle(DelegatingStore):
         away = [is_hidden or is_cleared for _, _, is_hidden, is_cleared in here]
         results = [SetResult.REJECTED if gone else SetResult.EXISTS for gone in away]
         absent = [at for at, (_, payload, _, _) in enumerate(here) if payload is None and not away[at]]
-        if absent:
-            for position, result in zip(absent, self._write(batch.select(absent)), strict=True):
-                results[position] = result
+        batch.move_at(absent, self._write, results)
         return results
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
@@ -187,8 +182,8 @@ class TierHandle(DelegatingStore):
         if self._closed:
             raise StoreClosedError(self.name)
         if (admission := self.admission) is None:
-            return self.writes.offer(batch, range(len(batch)), still_wanted)
-        return admission.write(batch, lambda wanted: self.writes.offer(wanted, range(len(wanted)), still_wanted))
+            return self.writes.offer(batch, still_wanted)
+        return admission.write(batch, lambda wanted: self.writes.offer(wanted, still_wanted))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if not self._has_more_to_say():
@@ -472,14 +467,13 @@ class WriteBehind:
         with self._condition:
             self._publish_levels()
 
-    def offer(self, batch: PageBatch, positions: Iterable[int], still_wanted: StillWanted = always) -> list[SetResult]:
-        """Copy the pages at ``positions`` into the queue: STORED, EXISTS (queued already) or REJECTED (no space, or
-        cleared since ``still_wanted``).
+    def offer(self, batch: PageBatch, still_wanted: StillWanted) -> list[SetResult]:
+        """Copy pages into the queue: STORED, EXISTS (queued already) or REJECTED (no space, or cleared since
+        ``still_wanted``).
 
         Waits for space only while the tier takes pages: a batch may be larger than the queue, and would always lose its
         end. Of a tier that refuses or hangs it does not wait, but for the moment in which that shows, once.
         """
-        batch = batch.select(positions)
         pages = zip(batch.keys, batch.sizes, batch.buffers, strict=True)
         results = [self._offer(key, size, segments, still_wanted) for key, size, segments in pages]
         if SetResult.STORED in results:

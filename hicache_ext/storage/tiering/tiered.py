@@ -34,6 +34,7 @@ from hicache_ext.storage.contract.store import (
     PageStore,
     SetResult,
     StoreInfo,
+    by_identity,
     chosen_keys,
     counted,
     identities_of,
@@ -304,7 +305,7 @@ class TieredStore:
             # The leading run is known only now; nothing behind a gap is promoted.
             outer = [position for position, place in enumerate(places) if place >= arrangement.inner_tiers]
             if outer:
-                arrangement.promote_to.promotions.offer(batch, outer, still_wanted)
+                arrangement.promote_to.promotions.offer(batch.select(outer), still_wanted)
         return read.results
 
     def _read_known_places(self, read: _Read, positions: Sequence[int], planned: Mapping[bytes, PageStore]) -> None:
@@ -391,10 +392,8 @@ class TieredStore:
         if len(places):
             for number in range(arrangement.inner_tiers, len(arrangement.retrieve)):
                 here = chosen_keys(keys, np.flatnonzero(places == number))
-                identities = identities_of(here) if len(here) else []
-                for identity in identities:
-                    some = here if len(identities) == 1 else [key for key in here if key.startswith(identity)]
-                    size = self._page_bytes.get(identity, 0)
+                for _, some in by_identity(here):
+                    size = self._page_bytes.get(some.identity, 0)
                     self.prefetcher.announce(some, arrangement.retrieve[number], size, still_wanted)
         return len(places)
 
@@ -508,7 +507,8 @@ class TieredStore:
                     results = self._call(tier, "get", tier.get, read.batch.select(positions), failed)
                     read.note(positions, number, results)
             leading = _leading_hits(read.results)
-            dropped = target.promotions.offer(read.batch, range(leading), still_wanted).count(SetResult.REJECTED)
+            offered = target.promotions.offer(read.batch.select(range(leading)), still_wanted)
+            dropped = offered.count(SetResult.REJECTED)
         present, absent = len(keys) - len(missing), len(missing) - leading
         return Counter(present=present, fetched=leading - dropped, dropped=dropped, absent=absent)
 

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import RemovesCopies, ability
 from hicache_ext.storage.contract.bad_pages import RemovalBudget
 from hicache_ext.storage.contract.base import one_for_each
-from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore, identities_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, PageKeys, PageStore
 from hicache_ext.storage.contract.transforming.page_memory import LentMemory
 
 logger = logging.getLogger(__name__)
@@ -91,21 +91,6 @@ def stored_keys_of(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
     if len(different) == 1:
         return list(names[different[0]])
     return [names[form][page] for page, form in enumerate(forms)]
-
-
-def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys]]:
-    """The pages of each identity: their positions, and their keys."""
-    if isinstance(keys, PageKeys):
-        if len(keys):
-            yield range(len(keys)), keys
-        return
-    identities = identities_of(keys)
-    for identity in identities:
-        positions: Sequence[int] = range(len(keys))
-        if len(identities) > 1:
-            positions = [position for position in positions if keys[position].startswith(identity)]
-        hashes = b"".join([keys[position][IDENTITY_LENGTH:] for position in positions])
-        yield positions, PageKeys.of_joined(identity, hashes)
 
 
 # -- bad seals ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import ThreadPool, run_alone
-from hicache_ext.storage.contract.store import StoreInfo
+from hicache_ext.storage.contract.store import StoreInfo, portions
 
 _MOST_LENT = 512 << 20
 """Bytes for the pages of all calls under way; a portion that is larger waits until nothing is lent."""
@@ -158,19 +158,12 @@ class Portions:
         self._alone = self._near and self._at_once >= processors
         """Whether the threads of one call are all that there are processors for."""
 
-    def of(self, positions: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    def of(self, positions: Sequence[int], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         """The positions of each portion. ``lengths``: the bytes that are stored of each of these pages."""
-        portions: list[list[int]] = []
-        filled, most = 0, self._bytes
-        if self._near:
-            most = min(most, max(_LEAST_NEAR_PORTION, -(-sum(lengths) // self._at_once)))
-        for position, length in zip(positions, lengths, strict=True):
-            if not portions or filled + length > most or (self._near and length >= _LARGE):
-                portions.append([])
-                filled = 0
-            portions[-1].append(position)
-            filled += length
-        return portions
+        if not self._near:
+            return portions(positions, lengths, self._bytes)
+        most = min(self._bytes, max(_LEAST_NEAR_PORTION, -(-sum(lengths) // self._at_once)))
+        return portions(positions, [length if length < _LARGE else most for length in lengths], most)
 
     def run(self, count: int, work: Callable[[int], None]) -> None:
         """All portions, some at once; what one of them raises is raised when all have ended."""

@@ -38,12 +38,13 @@ from hicache_ext.storage.contract.store import (
     PageStore,
     SetResult,
     StoreInfo,
+    by_identity,
+    put_back,
 )
 from hicache_ext.storage.contract.transforming.known_forms import (
     BadSeals,
     KnownForms,
     UnsealedPages,
-    by_identity,
     stored_keys,
     stored_keys_of,
 )
@@ -163,16 +164,13 @@ class TransformedStore(DelegatingStore):
     # -- presence --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if not len(keys):
-            return self.inner.contains(keys)
         known, found = self._known, [False] * len(keys)
         for positions, some in by_identity(keys):
             forms = self._forms_found(known, some)
-            for position, form in zip(positions, forms, strict=True):
-                found[position] = form is not None
+            put_back(found, positions, [form is not None for form in forms])
             if self._unsealed is not None and None in forms:
                 missing = [page for page, form in enumerate(forms) if form is None]
-                self._unsealed.note(some.chosen(np.array(missing)))
+                self._unsealed.note(some.chosen(missing))
         return found
 
     def _forms_found(self, known: KnownForms, keys: PageKeys) -> list[int | None]:
@@ -192,8 +190,6 @@ class TransformedStore(DelegatingStore):
         return found
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        if not len(keys):
-            return self.inner.count_leading(keys)
         known = self._known
         groups = list(by_identity(keys))
         if len(groups) == 1 and len(forms := known.forms(groups[0][1].identity).all) == 1 and not self._bad.some:
@@ -204,8 +200,6 @@ class TransformedStore(DelegatingStore):
         return leading_in_portions(keys, self.contains, _LEADING_AT_ONCE, 4)
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        if not len(keys):
-            return self.inner.remove(keys)
         known, removed = self._known, 0
         for _, some in by_identity(list(dict.fromkeys(keys))):
             forms = known.forms(some.identity).all
@@ -219,8 +213,6 @@ class TransformedStore(DelegatingStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        if not len(batch):
-            return self.inner.get(batch)
         return self._moved("get", batch, self._get_of_identity, GetResult.ERROR)
 
     def _get_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[GetResult]:
@@ -229,22 +221,21 @@ class TransformedStore(DelegatingStore):
         stored = stored_keys_of(keys, chosen)
         results: list[GetResult] = [GetResult.ERROR] * len(batch)
         plain = [page for page, form in enumerate(chosen) if form.plain]
-        self._move_plain(known, "get", batch, plain, results)
+        batch.move_at(plain, functools.partial(self._move, known, "get"), results)
         coded = [page for page, form in enumerate(chosen) if not form.plain]
         portions = self._portions.of(coded, [chosen[page].stored_length(batch.sizes[page]) for page in coded])
 
         def read(number: int) -> None:
             positions = portions[number]
             answers = self._read_portion(known, batch, positions, [stored[i] for i in positions], chosen)
-            for position, answer in zip(positions, answers, strict=True):
-                results[position] = answer
+            put_back(results, positions, answers)
 
         self._portions.run(len(portions), read)
         if self._bad.some:
             self._bad.forget([key for key, result in zip(stored, results, strict=True) if result is GetResult.HIT])
         if self._unsealed is not None and GetResult.MISS in results:
             missing = [page for page, result in enumerate(results) if result is GetResult.MISS]
-            self._unsealed.note(keys.chosen(np.array(missing)))
+            self._unsealed.note(keys.chosen(missing))
         return results
 
     def _read_portion(
@@ -289,48 +280,37 @@ class TransformedStore(DelegatingStore):
         places = known.remembered(keys)
         unknown = [page for page, place in enumerate(places) if place is None]
         if unknown:
-            found = self._forms_found(known, keys.chosen(np.array(unknown)))
-            for page, place in zip(unknown, found, strict=True):
-                places[page] = place
+            put_back(places, unknown, self._forms_found(known, keys.chosen(unknown)))
         return [forms.all[place or 0] for place in places]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        if not len(batch):
-            return self.inner.set(batch)
         return self._moved("set", batch, self._set_of_identity, SetResult.ERROR)
 
     def _set_of_identity(self, known: KnownForms, keys: PageKeys, batch: PageBatch) -> list[SetResult]:
         forms = known.forms(keys.identity)
-        results = [SetResult.ERROR] * len(batch)
         left = list(range(len(batch)))
         if len(forms.written) > 1:
             # To encode a page costs more than to ask whether it is there; and it may be there in another form.
             found = self._forms_found(known, keys)
-            for page in left:
-                if (place := found[page]) is not None and place < len(forms.written):
-                    results[page] = SetResult.EXISTS
-            left = [page for page in left if results[page] is not SetResult.EXISTS]
+            left = [page for page, place in enumerate(found) if place is None or place >= len(forms.written)]
+        # None: to be stored as it is.
+        results: list[Any] = [SetResult.EXISTS] * len(batch)
+        put_back(results, left, [None] * len(left))
         raw = forms.written[0]
-        plain: list[int] = []
         if raw.plain and not known.encodes_now(forms):
-            plain, left = left, []
+            left = []
         portions = self._portions.of(left, [raw.stored_length(batch.sizes[page]) for page in left])
 
         def write(number: int) -> None:
             positions = portions[number]
-            names = keys.chosen(np.array(positions))
-            for position, answer in zip(
-                positions, self._write_portion(known, forms, batch.select(positions), names), strict=True
-            ):
-                if answer is None:
-                    plain.append(position)
-                else:
-                    results[position] = answer
+            written = self._write_portion(known, forms, batch.select(positions), keys.chosen(positions))
+            put_back(results, positions, written)
 
         self._portions.run(len(portions), write)
-        self._move_plain(known, "set", batch, sorted(plain), results)
+        plain = [page for page, result in enumerate(results) if result is None]
+        batch.move_at(plain, functools.partial(self._move, known, "set"), results)
         return results
 
     def _write_portion(
@@ -343,7 +323,7 @@ class TransformedStore(DelegatingStore):
         if not some:
             return results
         if len(some) < len(batch):
-            batch, keys, coded = batch.select(some), keys.chosen(np.array(some)), [coded[page] for page in some]
+            batch, keys, coded = batch.select(some), keys.chosen(some), [coded[page] for page in some]
         chosen = [
             raw if piece is None else next(form for form in forms.written[1:] if piece.nbytes <= form.room)
             for piece in coded
@@ -361,12 +341,10 @@ class TransformedStore(DelegatingStore):
             self._portions.each(len(batch), pack)
             given = PageBatch(stored, [[room] for room in rooms], lengths, batch.sizes)
             kept = self._bad.keep(given, list(zip(chosen, batch.sizes, strict=True)))
-            if kept:
-                given = given.select([page for page in range(len(batch)) if page not in kept])
-            answers = iter(self._move(known, "set", given))
-            written = [SetResult.REJECTED if page in kept else next(answers) for page in range(len(batch))]
-        for page, answer in zip(some, written, strict=True):
-            results[page] = answer
+            written = [SetResult.REJECTED] * len(batch)
+            free = [page for page in range(len(batch)) if page not in kept]
+            given.move_at(free, functools.partial(self._move, known, "set"), written)
+        put_back(results, some, written)
         return results
 
     def _encoded(self, known: KnownForms, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
@@ -392,14 +370,6 @@ class TransformedStore(DelegatingStore):
             known.paying.moved(call, sum(batch.sizes) * moved // len(batch), time.monotonic() - began)
         return answers
 
-    def _move_plain(
-        self, known: KnownForms, call: str, batch: PageBatch, positions: Sequence[int], results: list[_Result]
-    ) -> None:
-        """Move pages that are stored as they are: straight between the store and their places."""
-        if positions:
-            for position, answer in zip(positions, self._move(known, call, batch.select(positions)), strict=True):
-                results[position] = answer
-
     def _moved(
         self,
         call: str,
@@ -419,8 +389,7 @@ class TransformedStore(DelegatingStore):
                 self.metrics.add("error", error_reason(raised), len(positions))
                 self._log.log(logging.WARNING, call, "tier %s: %s: %r", self.name, call, raised, exc_info=raised)
                 continue
-            for position, result in zip(positions, of_identity, strict=True):
-                results[position] = result
+            put_back(results, positions, of_identity)
         return results
 
     def close(self) -> None:

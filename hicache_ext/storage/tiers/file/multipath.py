@@ -40,7 +40,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from hicache_ext.errors import ClearLaterError, StoreClosedError, StoreSetupError
-from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker, BreakerState, WritePause
 from hicache_ext.runtime.call_gate import CallGate
@@ -49,7 +48,16 @@ from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import leading
 from hicache_ext.storage.contract.reports import LastLook, RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, StoreInfo
+from hicache_ext.storage.contract.store import (
+    GetResult,
+    PageBatch,
+    SetResult,
+    StoreInfo,
+    chosen_keys,
+    grouped,
+    key_words,
+    put_back,
+)
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
 from hicache_ext.storage.tiers.file.layouts import layout_in, members_file
@@ -72,7 +80,7 @@ def choose_paths(keys: Sequence[bytes], seeds: Seeds, usable: Sequence[int]) -> 
     if len(usable) == 1 or not keys:
         return [usable[0]] * len(keys)
     # The end of a page hash: page files use its start for the fan-out directory.
-    ends = np.frombuffer(b"".join(keys), dtype="<u8").reshape(len(keys), KEY_LENGTH // 8)[:, -1]
+    ends = key_words(keys)[:, -1].view(np.uint64)
     scores = _mixed(ends[:, np.newaxis] ^ seeds[list(usable)][np.newaxis, :])
     return [usable[best] for best in scores.argmax(axis=1).tolist()]
 
@@ -366,20 +374,20 @@ class SpreadStore:
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         if len(usable := self._usable) != 1:
-            return leading(self.contains(list(keys)))
+            return leading(self.contains(keys))
         with self._calls:
             return self._call(usable[0], "count_leading", keys, 0)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._calls:
             split = self._by_path(keys)
-            return sum([self._call(number, "remove", _chosen(keys, at), 0) for number, at in split])
+            return sum([self._call(number, "remove", chosen_keys(keys, at), 0) for number, at in split])
 
     def remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         with self._calls:
             keys = list(copies)
             return sum(
-                self._call(number, "remove_copies", {key: copies[key] for key in _chosen(keys, at)}, 0)
+                self._call(number, "remove_copies", {key: copies[key] for key in chosen_keys(keys, at)}, 0)
                 for number, at in self._by_path(keys)
             )
 
@@ -424,14 +432,10 @@ class SpreadStore:
         others = [number for number in usable if number not in refusing]
         for number in refusing if others else ():
             its = [position for position, choice in enumerate(chosen) if choice == number]
-            there = self._call(number, "contains", _chosen(keys, its), [False] * len(its)) if its else []
+            there = self._call(number, "contains", chosen_keys(keys, its), [False] * len(its)) if its else []
             absent = [position for position, is_there in zip(its, there, strict=True) if not is_there]
-            for position, other in zip(absent, choose_paths(_chosen(keys, absent), self._seeds, others), strict=True):
-                chosen[position] = other
-        positions: dict[int, list[int]] = {}
-        for position, number in enumerate(chosen):
-            positions.setdefault(number, []).append(position)
-        return list(positions.items())
+            put_back(chosen, absent, choose_paths(chosen_keys(keys, absent), self._seeds, others))
+        return list(grouped(chosen).items())
 
     def _asked(self, kind: str, asked: PageBatch | Sequence[bytes], otherwise: list[_Result]) -> list[_Result]:
         """The answers of call ``kind``, ``otherwise`` for the pages of paths out of service."""
@@ -440,7 +444,7 @@ class SpreadStore:
                 return self._call(usable[0], kind, asked, otherwise)
             # Of every path that has some of these pages, all paths simultaneously.
             keys, part_of = (
-                (asked.keys, asked.select) if isinstance(asked, PageBatch) else (asked, partial(_chosen, asked))
+                (asked.keys, asked.select) if isinstance(asked, PageBatch) else (asked, partial(chosen_keys, asked))
             )
             split, results = self._by_path(keys, to_write=kind == "set"), otherwise
 
@@ -448,8 +452,7 @@ class SpreadStore:
                 number, positions = split[which]
                 rejected = [results[position] for position in positions]
                 answers = self._call(number, kind, part_of(positions), rejected)
-                for position, answer in zip(positions, answers, strict=True):
-                    results[position] = answer
+                put_back(results, positions, answers)
 
             self._workers.run(len(split), one)
             return results
@@ -605,7 +608,3 @@ class SpreadStore:
 def _achieved(answer: object) -> bool:
     """Whether a call moved, found or removed a page, although the device failed meanwhile."""
     return any(result in _SUCCESS for result in answer) if isinstance(answer, list) else bool(answer)
-
-
-def _chosen(keys: Sequence[bytes], positions: Sequence[int]) -> Sequence[bytes]:
-    return keys if len(positions) == len(keys) else [keys[position] for position in positions]

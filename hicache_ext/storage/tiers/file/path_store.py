@@ -36,7 +36,7 @@ from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
 from hicache_ext.storage.contract.clearing import Clearing
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, portions
 from hicache_ext.storage.tiers.file.devices import IoPlan, Trouble
 from hicache_ext.storage.tiers.file.pages.tree import save_document
 from hicache_ext.storage.tiers.file.pins import PinnedPages
@@ -232,8 +232,7 @@ class PathStore(TierStore):
             keys, sizes = [batch.keys[position] for position in there], [batch.sizes[position] for position in there]
             seen = [result for some, _ in self._looked_at(keys, sizes) for result in some]
             bad = [position for position, result in zip(there, seen, strict=True) if result is not GetResult.HIT]
-            for position, result in zip(bad, self._write_absent(batch.select(bad)) if bad else (), strict=True):
-                results[position] = result
+            batch.move_at(bad, self._write_absent, results)
         return results
 
     def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[list[GetResult], int]]:
@@ -292,30 +291,17 @@ class PathStore(TierStore):
 
     def _portions(
         self,
-        positions: list[int],
+        positions: Sequence[int],
         sizes: Sequence[int],
         disk_bytes: Callable[[int], int],
         capacity: int | None,
         share: int,
-    ) -> list[list[int]]:
+    ) -> Sequence[Sequence[int]]:
         """``positions`` cut so that no portion needs more than this share of ``capacity``, unless one page does.
         ``disk_bytes``: of a page of this size."""
-        if not positions:
-            return []
         needed = {size: disk_bytes(size) for size in set(sizes)}
-        limit = math.inf if capacity is None else capacity // share
-        if len(positions) * max(needed.values()) <= limit:
-            return [positions]
-        portions: list[list[int]] = []
-        filled = 0
-        for position in positions:
-            need = needed[sizes[position]]
-            if not portions or filled + need > limit:
-                portions.append([])
-                filled = 0
-            portions[-1].append(position)
-            filled += need
-        return portions
+        most = math.inf if capacity is None else capacity // share
+        return portions(positions, [needed[sizes[position]] for position in positions], most)
 
     def _note_space(self, error: OSError | None) -> bool:
         """Writes find no space, for this reason, or some again (None); whether that could be written down."""

@@ -33,7 +33,7 @@ from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict, cu
 from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, put_back
 from hicache_ext.storage.tiers.mooncake import engine
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 from hicache_ext.storage.tiers.mooncake.engine import (
@@ -222,8 +222,7 @@ class MooncakeStore(TierStore):
         )
         if codes is None:
             self.count_errors({"timeout": len(portion.positions)})
-            for position in portion.positions:
-                results[position] = GetResult.TIMEOUT
+            put_back(results, portion.positions, [GetResult.TIMEOUT] * len(portion.positions))
             return False
         whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
         # Copied from scratch into host memory if it is the right one.
@@ -387,8 +386,8 @@ class MooncakeStore(TierStore):
                 self._writing_ended.wait_for(
                     lambda: self._writing.isdisjoint(keys), max(0.0, deadline - time.monotonic())
                 )
-            for position, present in zip(others, self._exist(client, keys, deadline), strict=True):
-                results[position] = SetResult.EXISTS if present else SetResult.REJECTED
+            present = self._exist(client, keys, deadline)
+            put_back(results, others, [SetResult.EXISTS if there else SetResult.REJECTED for there in present])
 
     def _confirm(
         self, client: Any, batch: PageBatch, positions: Sequence[int], deadline: float, results: list[SetResult]

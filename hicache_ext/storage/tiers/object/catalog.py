@@ -18,7 +18,7 @@ from hicache_ext.page.pack import Pack, Tombstone, milliseconds_of, new_id, pars
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Retry
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.storage.contract.pack_index import PackIndex, Place
-from hicache_ext.storage.contract.store import identities_of
+from hicache_ext.storage.contract.store import by_identity, put_back
 from hicache_ext.storage.tiers.object.client import Requests
 
 logger = logging.getLogger(__name__)
@@ -145,11 +145,10 @@ class PackCatalog:
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
         """Where each page would be: its names tell, and the store may have others by now."""
-        found: dict[bytes, Place | None] = {}
-        for digest in identities_of(keys):
-            mine = [key for key in keys if key.startswith(digest)]
-            found.update(zip(mine, self.of(digest).index.find(mine), strict=True))
-        return [found[key] for key in keys]
+        found: list[Place | None] = [None] * len(keys)
+        for positions, some in by_identity(keys):
+            put_back(found, positions, self.of(some.identity).index.find(some))
+        return found
 
     def expect(self, digest: bytes) -> None:
         """Begin to list an identity whose pages will be asked for."""

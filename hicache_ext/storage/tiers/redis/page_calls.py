@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.memory import Addresses, addresses_of
 from hicache_ext.runtime.vectored import IOV_MAX
 from hicache_ext.storage.contract.bad_pages import Stored, Verdict
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words, portions
 from hicache_ext.storage.tiers.redis.connection import (
     Answer,
     Connection,
@@ -113,7 +113,7 @@ def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
     """GET into the pages' memory."""
     header = memoryview(bytearray(HEADER_LENGTH))
     refused: RefusedError | None = None
-    for portion in _portions(calls, connection.window()):
+    for portion in portions(calls, [call.size for call in calls], connection.window(), _MOST_PIPELINED):
         connection.send(b"".join([call.request(b"GET") for call in portion]))
         for call in portion:
             refused = _read_page(connection, call, header) or refused
@@ -121,18 +121,6 @@ def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
         for call in calls:
             call.finish(None)
         raise refused
-
-
-def _portions(calls: Sequence[PageCall], window: int) -> Iterator[Sequence[PageCall]]:
-    """Pages that are asked for, or sent, together: at most so many bytes as ``window`` says, or one page."""
-    begin = size = 0
-    for end, call in enumerate(calls):
-        if end > begin and (size + call.size > window or end - begin == _MOST_PIPELINED):
-            yield calls[begin:end]
-            begin, size = end, 0
-        size += call.size
-    if begin < len(calls):
-        yield calls[begin:]
 
 
 def _read_page(connection: Connection, call: PageCall, header: memoryview) -> RefusedError | None:
@@ -207,7 +195,7 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
     created_ms = int(time.time() * 1000)
     raced: list[PageCall] = []
     refusal = ""
-    for portion in _portions(missing, connection.window()):
+    for portion in portions(missing, [call.size for call in missing], connection.window(), _MOST_PIPELINED):
         requests: list[bytes | memoryview] = []
         for call in portion:
             header = envelope.encode_header(call.key, call.segments, created_ms=created_ms)

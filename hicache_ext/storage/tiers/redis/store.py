@@ -42,7 +42,7 @@ from hicache_ext.storage.contract.base import TierStore, leading_in_portions
 from hicache_ext.storage.contract.clearing import Cleared, Clearing
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.reports import LastLook
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, grouped, identities_of, put_back
 from hicache_ext.storage.contract.trial import try_store
 from hicache_ext.storage.tiers.redis.config import Endpoint, RedisTierConfig
 from hicache_ext.storage.tiers.redis.connection import (
@@ -251,8 +251,7 @@ class RedisPageStore(TierStore):
             self._note_suspects(calls)
             self.metrics.add_many("corrupt", _reasons(calls, GetResult.CORRUPT))
             self.count_errors(_reasons(calls, GetResult.ERROR))
-            for position, call in zip(left, calls, strict=True):
-                results[position] = call.result
+            put_back(results, left, [call.result for call in calls])
         if self._bad_pages.hides_some:
             self._bad_pages.clear(
                 key for key, result in zip(batch.keys, results, strict=True) if result is GetResult.HIT
@@ -293,8 +292,7 @@ class RedisPageStore(TierStore):
         results = self._move(batch, deadline, SetResult)
         if None in results:
             left = [position for position, result in enumerate(results) if result is None]
-            for position, result in zip(left, self._write_each(batch.select(left), deadline), strict=True):
-                results[position] = result
+            batch.move_at(left, partial(self._write_each, deadline=deadline), results)
         stored = [key for key, result in zip(batch.keys, results, strict=True) if result is SetResult.STORED]
         self._save_identities(identities_of(stored), deadline)
         return results
@@ -526,10 +524,8 @@ class RedisPageStore(TierStore):
     def _positions_by_node(self, keys: Sequence[bytes]) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
         if not self._topology.is_cluster:
             return [(self._topology.node_of(b""), np.arange(len(keys), dtype=np.int64))]
-        positions: dict[Node | None, list[int]] = {}
-        for position, name in enumerate(page_names_of(self._page_names, keys)):
-            positions.setdefault(self._topology.node_of(name), []).append(position)
-        return [(node, np.array(found, np.int64)) for node, found in positions.items()]
+        of_nodes = grouped(map(self._topology.node_of, page_names_of(self._page_names, keys)))
+        return [(node, np.array(found, np.int64)) for node, found in of_nodes.items()]
 
     def _shares(self, calls: list[PageCall], results: type | None) -> int:
         """How many connections share the pages of a node; one does for short requests."""

@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.base import leading_in_portions
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, key_words
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, by_identity, chosen_keys, put_back
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import IdentityPacks, PackCatalogue
@@ -114,8 +114,8 @@ class PageFiles(PathStore):
     def _find(self, keys: Sequence[bytes]) -> list[FoundPack | None]:
         """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
-        for identity, positions in _by_identity(keys):
-            known = self._catalogue.of(identity)
+        for positions, some in by_identity(keys):
+            known = self._catalogue.of(some.identity)
             for attempt in range(_ATTEMPTS):
                 places = known.find([keys[i] for i in positions], again=attempt == 0)
                 packs = {place.pack.id: place.pack for place in places if place is not None}
@@ -177,13 +177,13 @@ class PageFiles(PathStore):
     def _found_alone(self, core: native.Core, keys: Sequence[bytes]) -> list[bool]:
         """``_looked_up_alone`` in C. Raises OSError where an identity's directory cannot be looked into."""
         present, oldest = np.zeros(len(keys), np.bool_), self._oldest()
-        for identity, positions in _by_identity(keys):
+        for positions, some in by_identity(keys):
             try:
-                home = self._directory.identity_path(identity)
+                home = self._directory.identity_path(some.identity)
                 directory = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             except ABSENT:
                 continue
-            words, found = key_words([keys[position] for position in positions]), np.zeros(len(positions), np.bool_)
+            words, found = some.words, np.zeros(len(some), np.bool_)
             try:
                 of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest // 1000)
                 core(FindPageFiles(*of_core, native.address(found)))
@@ -237,8 +237,8 @@ class PageFiles(PathStore):
         """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
         ``IdentityPacks.find``."""
         found: list[Run] = []
-        for identity, positions in _by_identity(batch.keys):
-            in_packs = self._catalogue.of(identity).find([batch.keys[i] for i in positions], again=again)
+        for positions, some in by_identity(batch.keys):
+            in_packs = self._catalogue.of(some.identity).find(some, again=again)
             places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
             of_identity = runs(places, PACK_BYTES)
             found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
@@ -249,18 +249,14 @@ class PageFiles(PathStore):
     def _read(self, batch: PageBatch, attempts: int = _ATTEMPTS) -> list[GetResult]:
         """``attempts``: how often to look again for pages that are not where they were expected."""
         runs = self._runs(batch, again=attempts == _ATTEMPTS)
-        results = [GetResult.MISS] * len(batch)
+        found: list[GetResult | None] = [None] * len(batch)
         read = self._workers.run(len(runs), lambda number: self._read_file(runs[number], batch))
-        moved: list[int] = []
-        for run, found in zip(runs, read, strict=True):
-            for position, result in zip(run.members, found, strict=True):
-                if result is None:
-                    moved.append(position)
-                else:
-                    results[position] = result
-        if moved and attempts:
-            for position, result in zip(moved, self._read(batch.select(moved), attempts - 1), strict=True):
-                results[position] = result
+        for run, of_run in zip(runs, read, strict=True):
+            put_back(found, run.members, of_run)
+        results = [result or GetResult.MISS for result in found]
+        if attempts and None in found:
+            moved = [position for position, result in enumerate(found) if result is None]
+            batch.move_at(moved, partial(self._read, attempts=attempts - 1), results)
         return results
 
     def _read_file(self, run: Run, batch: PageBatch) -> list[GetResult | None]:
@@ -403,7 +399,7 @@ class PageFiles(PathStore):
         """Which pages share a file."""
         most_bytes = PACK_BYTES if self._capacity is None else min(PACK_BYTES, self._capacity // _SHARE)
         found: list[list[int]] = []
-        for _, members in _by_identity([batch.keys[position] for position in positions]):
+        for members, _ in by_identity(chosen_keys(batch.keys, positions)):
             mine = [positions[member] for member in members]
             page_bytes = [HEADER_LENGTH + batch.sizes[position] for position in mine]
             found += [[mine[n] for n in part] for part in portions(page_bytes, self._most_pages, most_bytes)]
@@ -500,9 +496,8 @@ class PageFiles(PathStore):
     def _make_way(self, sizes: Mapping[bytes, int]) -> None:
         """Take pages that are about to be written, key and bytes, out of the packs that they cannot be read from:
         readers look into packs first. Never raises OSError."""
-        keys = list(sizes)
-        for identity, positions in _by_identity(keys):
-            wanted, known = [keys[position] for position in positions], self._catalogue.of(identity)
+        for _, wanted in by_identity(list(sizes)):
+            identity, known = wanted.identity, self._catalogue.of(wanted.identity)
             for key, place in zip(wanted, known.find(wanted, again=False), strict=True):
                 for each in known.find_all(key) if place is not None else ():
                     found = self._status(known, each.pack)
@@ -621,14 +616,6 @@ class PageFiles(PathStore):
 
 def _place_alone(batch: PageBatch, position: int) -> Place:
     return Place(alone(batch.keys[position][IDENTITY_LENGTH:], HEADER_LENGTH + batch.sizes[position]), 0)
-
-
-def _by_identity(keys: Sequence[bytes]) -> Iterable[tuple[bytes, list[int]]]:
-    """The positions of the keys of each identity."""
-    positions: dict[bytes, list[int]] = {}
-    for position, key in enumerate(keys):
-        positions.setdefault(key[:IDENTITY_LENGTH], []).append(position)
-    return positions.items()
 
 
 def _reason(header: bytearray, key: bytes, segments: Sequence[memoryview], filled: int, page_bytes: int) -> str | None:

@@ -193,21 +193,23 @@ class PageFileStore(PageFiles):
             self.metrics.add("rejected", "no_space", len(missing))
             return results
         self._make_way({key: sizes[position] for key, position in missing.items()})
-        self._set_missing(batch, sizes, list(missing.values()), results)
+        self._set_missing(batch, list(missing.values()), results)
         if len(missing) < len(batch):
             for position, key in enumerate(batch.keys):
                 if results[position] is SetResult.REJECTED and results[missing.get(key, position)].durable:
                     results[position] = SetResult.EXISTS
         return results
 
-    def _set_missing(self, batch: PageBatch, sizes: list[int], positions: list[int], results: list[SetResult]) -> None:
+    def _set_missing(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
         """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
-        portions = self._portions(positions, sizes, _room, self._limit(), _PORTIONS)
+        portions = self._portions(
+            positions, batch.sizes, lambda size: _room(HEADER_LENGTH + size), self._limit(), _PORTIONS
+        )
         for number, portion in enumerate(portions):
-            left = self._set_portion(batch, sizes, portion, results)
+            left = self._set_portion(batch, portion, results)
             if left and self._is_kept_small():
                 self._note_size()
-                left = self._set_portion(batch, sizes, left, results, again=True)
+                left = self._set_portion(batch, left, results, again=True)
                 if left:
                     self._no_writes_until = self._no_growth_until
                     # Nobody can ask for a tail without its head.
@@ -221,11 +223,11 @@ class PageFileStore(PageFiles):
         return min(self._full_at, self._capacity or self._full_at)
 
     def _set_portion(
-        self, batch: PageBatch, sizes: list[int], portion: list[int], results: list[SetResult], *, again: bool = False
-    ) -> list[int]:
+        self, batch: PageBatch, portion: Sequence[int], results: list[SetResult], *, again: bool = False
+    ) -> Sequence[int]:
         """Write some pages; those for which the file system had no space. ``again``: they found none a moment ago."""
         files = self._files_of(batch, portion)
-        lengths = [file_length(len(members), sizes[members[0]]) for members in files]
+        lengths = [file_length(len(members), HEADER_LENGTH + batch.sizes[members[0]]) for members in files]
         reserved = sum(map(_room, lengths))
         kept_small = self._is_kept_small()
         limit, share, least_files = self._limit(), (self._capacity or 0) * _EVICTION_SHARE, 0

@@ -31,7 +31,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
+from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, grouped, identities_of
 from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab import index_words
@@ -391,10 +391,8 @@ class SlabStore(PathStore):
                 words = "tier %s: tenants %s are taken for %s: the directory has numbers for %d, until all restart"
                 logger.warning(words, self.name, ", ".join(lacking), tenants.DEFAULT, tenants.MOST_TENANTS)
         shares = {numbers[name]: limit.share for name, limit in reversed(limits.items())}
-        of: dict[int, list[int]] = {}
-        for position in positions:
-            of.setdefault(numbers.get(known.owner(keys[position][IDENTITY_LENGTH:]), 0), []).append(position)
-        return [(self._index.tenancy(shares, number), some) for number, some in of.items()]
+        of = grouped([numbers.get(known.owner(keys[at][IDENTITY_LENGTH:]), 0) for at in positions])
+        return [(self._index.tenancy(shares, number), [positions[at] for at in some]) for number, some in of.items()]
 
     def _by_name(self, counts: Words) -> dict[str, int]:
         """Counts by number of tenant, under the names that are configured here; those of others are "other"."""
@@ -405,7 +403,7 @@ class SlabStore(PathStore):
         return found
 
     def _set_portion(
-        self, batch: PageBatch, positions: list[int], results: list[SetResult], tenancy: Words | None
+        self, batch: PageBatch, positions: Sequence[int], results: list[SetResult], tenancy: Words | None
     ) -> bool:
         """Write pages; False where not all have slots, and the page before them is there: what follows would stand
         behind a gap. Raises IndexBusyError, OSError."""
@@ -414,10 +412,8 @@ class SlabStore(PathStore):
         if are_of_one_size(sizes):
             wanted[slot_size_of(sizes[0])] = np.array(positions)
         else:
-            of_size: dict[int, list[int]] = {}
-            for position in positions:
-                of_size.setdefault(slot_size_of(sizes[position]), []).append(position)
-            wanted = {slot_size: np.array(pages) for slot_size, pages in of_size.items()}
+            of_size = grouped([slot_size_of(sizes[position]) for position in positions])
+            wanted = {slot_size: np.array(positions)[some] for slot_size, some in of_size.items()}
         ticket = self._index.next_ticket()
         before = batch.keys[positions[0] - 1] if tenancy is None and positions[0] > 0 else None
         places = self._allocator.take(wanted, ticket, self._oldest(), tenancy, before)
