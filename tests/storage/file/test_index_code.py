@@ -91,8 +91,8 @@ class World:
 
     @property
     def table(self) -> Table:
-        of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
-        return Table(*of_tables, self.events, self.small, self.entries, self.tenants)
+        parts = self.rows, self.sets, self.identities, self.events, self.header, self.small, self.tenants
+        return Table(*parts, ghosts=self.ghosts, entries=self.entries)
 
     @property
     def words(self) -> list[Words]:

@@ -379,8 +379,8 @@ _ENDED, _UNEXPECTED, _CLOSED, _LATE = range(4)
 
 TALK_PAGES = native.Struct(
     "talk_pages",
-    "addresses segments segment_count payload keys words results positions position_count socket deadline window "
-    "created question question_length answer_length",
+    "addresses segments[] payload keys words results positions[] socket deadline window created question[] "
+    "answer_length",
 )
 
 
@@ -421,7 +421,6 @@ class NativeCall:
         self._of_pages = (
             memory.pages,
             memory.segment_sizes,
-            len(memory.segment_sizes),
             memory.page_bytes,
             key_words(batch.keys),
             self._words,
@@ -451,13 +450,11 @@ class NativeCall:
             TALK_PAGES,
             *self._of_pages,
             positions,
-            len(positions),
             connection.descriptor,
             int(connection.deadline * 1e9),
             connection.window(),
             int(time.time() * 1000),
             np.frombuffer(question, np.uint8) if question else None,
-            len(question),
             len(b"$%d\r\n%b\r\n" % (len(nonce), nonce)),
         )
         if status < 0:

@@ -75,7 +75,7 @@ _NATIVE_FROM = 32
 """Keys in a look-up of pages alone from which the native core looks. Of a bad disk it says nothing."""
 
 
-FIND_PAGE_FILES = native.Struct("find_page_files", "keys key_count directory least oldest present")
+FIND_PAGE_FILES = native.Struct("find_page_files", "keys[] directory least oldest present")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class PageFiles(PathStore):
                 continue
             words, found = key_words([keys[position] for position in positions]), np.zeros(len(positions), np.bool_)
             try:
-                core(FIND_PAGE_FILES, words, len(words), directory, HEADER_LENGTH, -(-oldest // 1000), found)
+                core(FIND_PAGE_FILES, words, directory, HEADER_LENGTH, -(-oldest // 1000), found)
             finally:
                 os.close(directory)
             present[positions] = found

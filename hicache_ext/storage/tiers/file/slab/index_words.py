@@ -285,8 +285,7 @@ def slabs_with(slabs: Words, rows: Words) -> Words:
 STRUCTS = [
     native.Struct(
         "table",
-        "rows sets header identities ghosts events small entries tenants "
-        "row_count set_count identity_count ghost_sets event_count entry_sets",
+        "rows[] sets[] identities[] events[] header small tenants ghosts ghost_sets entries entry_sets",
     )
 ]
 """The table, and what the functions take."""
@@ -307,14 +306,12 @@ class Table:
     """Where the words are that native/table.c works on. They stay mapped while somebody holds this, also after
     ``IndexMemory.close``: whoever calls does until the call is over."""
 
-    def __init__(self, *parts: Words) -> None:
+    def __init__(self, *parts: Words, ghosts: Words, entries: Words) -> None:
         """``parts`` are those of the first fields."""
-        rows, sets, _, identities, ghosts, events, _, entries, _ = parts
-        lengths = len(rows), len(sets), len(identities), ghosts.shape[1], len(events), entries.shape[1]
         self.core = native.needed()
-        words = np.frombuffer(STRUCTS[0].packed(*parts, *lengths), np.int64)
+        words = np.frombuffer(STRUCTS[0].packed(*parts, ghosts, ghosts.shape[1], entries, entries.shape[1]), np.int64)
         self.address = native.address(words)
-        self._parts = *parts, words
+        self._parts = *parts, ghosts, entries, words
 
     locate = _function("locate", "keys[] numbers[] oldest slabs[] located[]")
     touch = _function("touch", "chain[] capacity sampled")
