@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from hicache_ext.errors import IndexBusyError
-from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, opened, settle
+from hicache_ext.runtime.access import access_in, move_aside, opened, settle
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.members import Members
@@ -98,13 +98,10 @@ class SlabDirectory:
         StoreSetupError where the directory is of another layout."""
         self.path = path = path.resolve()
         self.home = slab_home(path)
-        self.identities = path / "identities"
         self._open = functools.lru_cache(OPEN_FILES)(self._open_anew)
         self._resources = ExitStack()
         try:
-            make_tier_directory(path)
             adopt(path, "slab", tier)
-            make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
             self._slabs_fd = self._opened_directory(self.home / "slabs")
             self._noting = OfdLock(self.home / "lock", NOTING)
