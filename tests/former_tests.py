@@ -397,6 +397,7 @@ FORMER = {
     "test_a_timer_that_compiled_code_set_is_not_taken_for_ones_own": "Python sets its timeout before each operation",
     "test_compiled_code_and_numpy_give_equal_bytes": "-> test_the_core_and_numpy_give_equal_bytes",
     "test_compiled_code_and_numpy_make_equal_planes": ("-> test_the_core_and_numpy_make_equal_planes_at_any_address"),
+    "test_every_function_has_a_class_and_a_comment": "-> test_every_function_has_a_struct",
     "test_its_source_is_among_those_that_compiled_code_depends_on": _NUMBA,
     "test_pages_whose_pieces_fill_a_system_call_are_stored_beside_no_other_memory": (
         "-> test_pages_whose_pieces_fill_a_system_call_are_written_and_read"

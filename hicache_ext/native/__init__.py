@@ -1,15 +1,13 @@
 """The native core (core.h), called through ctypes without the GIL; None where it was not built.
 
-A function of it takes one struct of words, a subclass of ``Arguments`` here, and returns a word::
+A function of it takes one struct of words, a ``Struct`` here, and returns a word::
 
-    class CheckHeaders(Arguments):
-        function = "hicache_check_headers"
-        _fields_ = words("headers header_count start seals valid")
+    _CHECK_HEADERS = Struct("check_headers", "headers[] start seals valid")
 
     core = native.core()
-    core(CheckHeaders(address(headers), len(headers), address(start), address(seals), address(valid)))
+    core(_CHECK_HEADERS, headers, start, seals, valid)
 
-Whoever calls keeps the arrays alive until the call has returned. Without the core there are no slabs; everything else
+Arrays that are arguments live until the call has returned. Without the core there are no slabs; everything else
 works in Python and numpy: slower, and with the GIL. Why C, and why so: docs/decisions/native-core.md.
 """
 
@@ -28,15 +26,13 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from hicache_ext.errors import HicacheExtError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +53,27 @@ _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 _OF_SYSTEM = (("preadv2",), ("pwritev2",))
 
 
-class Words(ctypes.Structure):
-    """``struct words`` of core.h."""
+class Struct:
+    """A struct of the core, all of words, and the function ``hicache_NAME`` that takes it, where there is one."""
 
-    _fields_ = (("at", ctypes.c_int64), ("count", ctypes.c_int64))
+    def __init__(self, name: str, fields: str) -> None:
+        """``fields``: their names. One with ``[]`` has two words, the address of an array and its length."""
+        self.name = name
+        self.fields = tuple(fields.split())
+        self._have_lengths = [field.endswith("[]") for field in self.fields]
+        self._pack = struct.Struct(f"{len(self.fields) + fields.count('[]')}q").pack
 
-
-def words(names: str) -> list[tuple[str, Any]]:
-    """``_fields_`` of a struct of words; those with ``[]`` behind their names are ``struct words``."""
-    return [(name.removesuffix("[]"), Words if name.endswith("[]") else ctypes.c_int64) for name in names.split()]
-
-
-class Arguments(ctypes.Structure):
-    """What one function of the core takes. Subclasses have its fields."""
-
-    function: ClassVar[str]
+    def packed(self, *arguments: Any) -> bytes:
+        """The struct: of an array the address, and its length where the field has one; None is no array."""
+        words: list[int] = []
+        for has_length, argument in zip(self._have_lengths, arguments, strict=True):
+            if argument is None:
+                words += (0, 0) if has_length else (0,)
+            elif has_length:
+                words += address(argument), len(argument)
+            else:
+                words.append(address(argument) if isinstance(argument, np.ndarray) else argument)
+        return self._pack(*words)
 
 
 class Core:
@@ -79,7 +81,7 @@ class Core:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._functions: dict[type[Arguments], tuple[Any, Callable[..., bytes]]] = {}
+        self._functions: dict[Struct, Callable[[bytes], int]] = {}
         of_others = _functions_of_others()
         self.functions = (ctypes.c_void_p * len(of_others))(*of_others)
         """``struct functions``; tests replace some, and call ``bind``."""
@@ -92,34 +94,31 @@ class Core:
         if status or digests.raw != 2 * xxhash.xxh3_128_digest(sample):
             raise ImportError(f"the package xxhash {xxhash.VERSION} makes other checksums in C than in Python")
 
-    def __call__(self, arguments: Arguments) -> int:
-        """Call the function that takes these arguments; its result."""
-        function, _ = self._functions.get(type(arguments)) or self._function(type(arguments))
-        return int(function(ctypes.byref(arguments)))
+    def __call__(self, call: Struct, *arguments: Any) -> int:
+        """Call the function that takes this struct, with these arguments; its result."""
+        return (self._functions.get(call) or self._function(call))(call.packed(*arguments))
 
-    def quick(self, call: type[Arguments], *arguments: int) -> int:
-        """``self(call(*arguments))``, with no struct made: a call then takes half of the time."""
-        function, pack = self._functions.get(call) or self._function(call)
-        result: int = function(pack(*arguments))
-        return result
+    def call(self, call: Struct, packed: bytes, used: object) -> int:
+        """``self()`` with what was packed before. ``used``: whose memory it points to; the frame of this call keeps it,
+        also in a thread that the interpreter leaves behind at its end."""
+        return (self._functions.get(call) or self._function(call))(packed)
 
-    def _function(self, call: type[Arguments]) -> tuple[Any, Callable[..., bytes]]:
-        function = getattr(self._library, call.function)
+    def _function(self, call: Struct) -> Callable[[bytes], int]:
+        function = getattr(self._library, f"hicache_{call.name}")
         function.restype = ctypes.c_int64
-        self._functions[call] = found = function, struct.Struct(f"{ctypes.sizeof(call) // 8}q").pack
-        return found
+        self._functions[call] = function
+        return self._functions[call]
 
 
-_NO_BYTES = ctypes.c_char * 0
+_address_of_buffer, _no_bytes_in = ctypes.addressof, (ctypes.c_char * 0).from_buffer
 
 
-def address(memory: npt.NDArray[Any] | bytearray) -> int:
+def address(array: npt.NDArray[Any]) -> int:
     """Where it begins. Raises ValueError for an array that is not in one piece."""
     try:
         # A third of what numpy takes for it.
-        return ctypes.addressof(_NO_BYTES.from_buffer(memory))  # type: ignore[arg-type]
+        return _address_of_buffer(_no_bytes_in(array))  # type: ignore[arg-type]
     except TypeError:
-        array = cast("npt.NDArray[Any]", memory)
         if not array.flags.c_contiguous:
             raise ValueError("an array in pieces has no address") from None
         # It is read-only.

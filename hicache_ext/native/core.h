@@ -1,7 +1,7 @@
 /* The native core of hicache_ext: what is done once per page, without Python and without its lock.
  *
  * Python calls each function with the address of one struct of words (int64_t, or addresses in their place), which has
- * the function's name; native/__init__.py says how. The classes in Python have the same fields in the same order, and a
+ * the function's name; native/__init__.py says how. ``Struct`` in Python has the same fields in the same order, and a
  * test asks the compiler. No function keeps an address after it has returned, allocates what it does not free, or
  * raises anything: it returns a count or a status as its comment says, errors of the system as -errno.
  *

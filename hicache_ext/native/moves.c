@@ -38,6 +38,7 @@ struct move_pages {
     const int64_t *start; /* The first 16 bytes of every header. */
     uint64_t *rows;       /* Of the index. */
     int64_t *results;     /* What became of each page; LOOK_AGAIN at first. */
+    int64_t *taken;       /* How many pages threads have taken; 0 at first. */
     int64_t into_memory;  /* 1: read. 0: write, with headers and seals. */
     int64_t page_count;
     int64_t opened_count;
@@ -50,7 +51,6 @@ struct move_pages {
     int64_t row_count;
     int64_t row_words;
     int64_t seal_word; /* The first of the two of a seal in a row. */
-    int64_t taken;     /* Pages that threads have taken; 0 at first. */
 };
 
 /* What a thread moves: neighbours, and its memory for that. */
@@ -69,12 +69,12 @@ struct run {
 };
 
 /* The next pages of this thread, at most `most`; 0 when threads have taken all. */
-static int next_run(struct run *run, int64_t *taken, int64_t most)
+static int next_run(struct run *run, int64_t most)
 {
     const struct move_pages *call = run->call;
     if (run->end == run->taken_to) {
         int64_t step = call->at_once > call->slot_size ? call->at_once / call->slot_size : 1;
-        run->end = __atomic_fetch_add(taken, step, __ATOMIC_RELAXED);
+        run->end = __atomic_fetch_add(call->taken, step, __ATOMIC_RELAXED);
         if (run->end >= call->page_count)
             return 0;
         run->taken_to = step < call->page_count - run->end ? run->end + step : call->page_count;
@@ -225,7 +225,7 @@ static int64_t write_run(struct run *run)
 
 /* Move pages until all are taken; several threads may do so with one struct. Returns how many this thread called DONE.
  * Pages that are not may be moved in part. Returns 0 for invalid sizes or without memory. */
-PUBLIC int64_t hicache_move_pages(struct move_pages *call)
+PUBLIC int64_t hicache_move_pages(const struct move_pages *call)
 {
     int64_t gap = call->slot_size - call->payload, done = 0;
     if (call->segment_count < 1 || call->segment_count >= MOST_VECTORS || call->payload < 0 || call->slot_size < 1 ||
@@ -240,7 +240,7 @@ PUBLIC int64_t hicache_move_pages(struct move_pages *call)
     int64_t most = MOST_VECTORS / (call->segment_count + 1);
     if (!call->into_memory && most > MOST_HEADERS)
         most = MOST_HEADERS;
-    while (run.state && next_run(&run, &call->taken, most))
+    while (run.state && next_run(&run, most))
         if (find_place(&run))
             done += call->into_memory ? read_run(&run) : write_run(&run);
     if (run.state)

@@ -52,12 +52,13 @@ enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
 enum { AT_ONCE = -1 };    /* The rank of one that is free, or whose content can no longer be asked for. */
 
 struct table {
-    int64_t *rows, *sets, *header, *identities;
-    int64_t *ghosts; /* Three planes: fingerprints, numbers, USED. */
-    int64_t *events, *small;
-    int64_t *entries; /* Three planes: HASH, moment, held. */
-    int64_t *tenants;
-    int64_t row_count, set_count, identity_count, ghost_sets, event_count, entry_sets;
+    int64_t *rows, row_count;
+    int64_t *sets, set_count;
+    int64_t *identities, identity_count;
+    int64_t *events, event_count;
+    int64_t *header, *small, *tenants;
+    int64_t *ghosts, ghost_sets;  /* Three planes: fingerprints, numbers, USED. */
+    int64_t *entries, entry_sets; /* Three planes: HASH, moment, held. */
 };
 
 /* -- words --------------------------------------------------------------------------------------------------------- */

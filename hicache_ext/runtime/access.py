@@ -93,6 +93,19 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
+@contextmanager
+def opened(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0, *, dir_fd: int | None = None
+) -> Iterator[int]:
+    """A descriptor of what has this name, of a directory that ``dir_fd`` may be. No link is followed, and nobody waits
+    for the writer of a pipe. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def open_plain_file(path: Path, flags: int) -> int:
     """``open_file`` for a file of the tier's own: what has its name and is no plain file (a directory, a link, a pipe)
     is moved aside, whole. Raises OSError."""

@@ -66,6 +66,11 @@ _LOCAL_FUSE = frozenset(
 """FUSE file systems over a disk or directory of this machine. Others are mostly clients (3FS, JuiceFS, GlusterFS,
 s3fs, sshfs)."""
 
+_LOCAL = frozenset(
+    ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"],
+)
+_WRITES_ELSEWHERE = frozenset(["bcachefs", "btrfs", "f2fs", "nilfs2", "zfs"])
+
 _MOST_LINKS = 40
 """The kernel's own limit."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -73,7 +78,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of the table; ``type`` as the kernel spells it."""
+    """One line of the table, and what is known of its file system; ``type`` as the kernel spells it, "unknown" where
+    it does not say."""
 
     point: str
     type: str
@@ -82,18 +88,40 @@ class Mount:
     """Of the file system, major:minor."""
 
     @property
-    def is_fuse(self) -> bool:
-        return self.type.startswith("fuse")
-
-    @property
     def is_network(self) -> bool:
         """Whether a server or a daemon stands between a read and its bytes."""
-        return self.type in NETWORK_FILE_SYSTEMS or self.is_fuse
+        return self.type in NETWORK_FILE_SYSTEMS or self.type.startswith("fuse")
 
     @property
-    def is_shared(self) -> bool:
+    def shared(self) -> bool:
         """Whether other machines can have the same files."""
-        return self.type in NETWORK_FILE_SYSTEMS or (self.is_fuse and self.type not in _LOCAL_FUSE)
+        return self.is_network and self.type not in _LOCAL_FUSE
+
+    @property
+    def local(self) -> bool:
+        """Whether it is known to belong to this machine alone."""
+        # The kernel takes no NFS for the upper layer of an overlay, and what container runtimes put there is their
+        # host's own disk.
+        return self.type in _LOCAL or self.type == "overlay"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is not known to write changed blocks elsewhere."""
+        return self.type not in _WRITES_ELSEWHERE
+
+    @property
+    def reason(self) -> str:
+        """Why it counts as local or not, for a log line."""
+        if self.type == "overlay":
+            return "overlay, whose upper layer is a disk of the host"
+        if name := NETWORK_FILE_SYSTEMS.get(self.type):
+            return f"{self.type} ({name}) may be shared between machines"
+        if self.is_network:
+            words = "maybe shared" if self.shared else "over this machine's own"
+            return f"{self.type} ({self.source}) is a FUSE file system, {words}"
+        if self.type == "unknown":
+            return "its mount is not known"
+        return f"{self.type} is {'local' if self.local else 'not known to be local'}"
 
 
 def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
@@ -151,10 +179,14 @@ def mount_points(path: str, mountinfo: Path = MOUNTINFO) -> tuple[str, frozenset
     return "" if mount is None else mount.point, frozenset(mount.point for mount in mounts)
 
 
+def file_system_of(path: Path | str, mountinfo: Path = MOUNTINFO) -> Mount:
+    """The file system that the absolute ``path`` is or will be on. Never raises, and never asks a server."""
+    return _followed_mount(str(path), mountinfo)[0] or Mount("", "unknown", "")
+
+
 def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
     """Whether a server or a daemon stands between a read of the absolute ``path`` and its bytes. Asks no server."""
-    mount, _ = _followed_mount(path, mountinfo)
-    return mount is not None and mount.is_network
+    return file_system_of(path, mountinfo).is_network
 
 
 def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> str | None:
@@ -185,45 +217,3 @@ def _followed_mount(path: str, mountinfo: Path) -> tuple[Mount | None, list[Moun
 def _unescaped(text: str) -> str:
     """Undoes the octal escapes of blanks and the like."""
     return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)
-
-
-# -- what is known of a file system ----------------------------------------------------------------------------------
-
-_LOCAL = frozenset(
-    ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"],
-)
-_WRITES_ELSEWHERE = frozenset(["bcachefs", "btrfs", "f2fs", "nilfs2", "zfs"])
-
-
-@dataclass(frozen=True, slots=True)
-class FileSystem:
-    """The file system of a directory. ``type`` as the kernel spells it, "unknown" where it does not say."""
-
-    type: str
-    local: bool
-    """Known to belong to this machine alone."""
-    reason: str
-    """Why it counts as local or not, for a log line."""
-    in_place: bool = True
-    """Not known to write changed blocks elsewhere."""
-    shared: bool = False
-    """Other machines can have the same files."""
-
-
-def file_system_of(path: Path, mountinfo: Path = MOUNTINFO) -> FileSystem:
-    """The file system that the absolute ``path`` is or will be on. Never raises, and never asks a server."""
-    mount, _ = _followed_mount(str(path), mountinfo)
-    if mount is None:
-        return FileSystem("unknown", False, f"no mount of {str(path)!r} is known")
-    if mount.type in _LOCAL:
-        return FileSystem(mount.type, True, f"{mount.type} is local", mount.type not in _WRITES_ELSEWHERE)
-    if name := NETWORK_FILE_SYSTEMS.get(mount.type):
-        return FileSystem(mount.type, False, f"{mount.type} ({name}) may be shared between machines", shared=True)
-    if mount.type == "overlay":
-        # The kernel takes no NFS for the upper layer, and what container runtimes put there is their host's own disk.
-        return FileSystem("overlay", True, "overlay, whose upper layer is a disk of the host")
-    if mount.is_fuse:
-        words = "maybe shared" if mount.is_shared else "over this machine's own"
-        reason = f"{mount.type} ({mount.source}) is a FUSE file system, {words}"
-        return FileSystem(mount.type, False, reason, shared=mount.is_shared)
-    return FileSystem(mount.type, False, f"{mount.type} is not known to be local")

@@ -14,7 +14,7 @@ import stat
 import threading
 from pathlib import Path
 
-from hicache_ext.runtime.access import open_plain_file
+from hicache_ext.runtime.access import open_plain_file, opened
 from hicache_ext.runtime.file_lock import close_in_forks, lock_among, try_lock_byte
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -117,13 +117,10 @@ def living_members(path: Path) -> list[int]:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return []
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(path) as fd:
+            return _locked_bytes(fd)
     except FileNotFoundError:
         return []
-    try:
-        return _locked_bytes(fd)
-    finally:
-        os.close(fd)
 
 
 def boot_id() -> str | None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hicache_ext.runtime.access import open_file, sync_directory
+from hicache_ext.runtime.access import open_file, opened, sync_directory
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV)
 """Errors of file systems without hard links, or with none from one directory to another."""
@@ -78,11 +78,8 @@ def link_new(source: Path | str, target: Path | str) -> None:
 def sync_whole(path: Path) -> None:
     """Sync what ``write_whole`` wrote with ``sync=False``. Raises OSError."""
     with suppress(FileNotFoundError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
         sync_directory(path.parent)
 
 
@@ -90,21 +87,16 @@ def read_small(path: Path) -> bytes:
     """The content of a small file; empty where one that has grown beyond all measure has its name, or no plain file:
     reading a pipe would wait for ever. Raises OSError, FileNotFoundError for nothing."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
+        with opened(path) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_SMALL:
+                return b""
+            with open(fd, "rb", closefd=False) as file:
+                return file.read()
     except OSError:
         if not stat.S_ISREG(path.lstat().st_mode):
             return b""
         raise
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_SMALL:
-            return b""
-        with open(fd, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(fd)
 
 
 def read_document(path: Path) -> dict[str, Any] | None:

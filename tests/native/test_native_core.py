@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import pkgutil
@@ -17,7 +16,7 @@ import pytest
 
 import hicache_ext
 from hicache_ext import native
-from hicache_ext.native import Arguments
+from hicache_ext.native import Struct
 
 SOURCES = Path(native.__file__).parent
 _STRUCT = re.compile(r"^struct (\w+) \{$", re.MULTILINE)
@@ -36,37 +35,37 @@ def test_it_is_there() -> None:
     assert native.why_not() is None
 
 
-def _calls() -> list[type[Arguments]]:
-    """Every struct that the package has a class for."""
+def _structs() -> list[Struct]:
+    """Every struct that the package makes."""
+    found: list[Struct] = []
     for module in pkgutil.walk_packages(hicache_ext.__path__, "hicache_ext."):
         source = Path(module.module_finder.find_spec(module.name).origin)  # type: ignore[union-attr, call-arg, arg-type]
-        if source.suffix == ".py" and "Arguments):" in source.read_text():
-            importlib.import_module(module.name)
-    found, waiting = [], [Arguments]
-    while waiting:
-        for one in waiting.pop().__subclasses__():
-            waiting.append(one)
-            found.append(one)
-    return [one for one in found if one.__module__.startswith("hicache_ext.")]
+        if source.suffix == ".py" and "native.Struct(" in source.read_text():
+            held = vars(importlib.import_module(module.name))
+            found += [one for one in held.values() if isinstance(one, Struct)]
+            found += held.get("STRUCTS", [])
+    assert len({one.name for one in found}) == len(found) > 15
+    return found
 
 
 def test_structs_lie_as_the_compiler_lays_them(compiler: str, tmp_path: Path) -> None:
-    calls = _calls()
-    names = {call: call.function.removeprefix("hicache_") for call in calls}
+    structs_of_package = _structs()
     files = {file: set(_STRUCT.findall(file.read_text())) for file in sorted(SOURCES.glob("*.c"))}
     in_headers = {name for file in SOURCES.glob("*.h") for name in _STRUCT.findall(file.read_text())}
     expected: dict[str, list[str]] = {}
     found: dict[str, list[str]] = {}
     for file, structs in files.items():
-        here = [call for call in calls if names[call] in structs | in_headers]
+        here = [one for one in structs_of_package if one.name in structs | in_headers]
         lines = []
-        for call in here:
-            name = names[call]
-            expected[name] = [str(getattr(call, field).offset) for field, *_ in call._fields_]
-            offsets = ", ".join(f"offsetof(struct {name}, {field})" for field, *_ in call._fields_)
-            form = " ".join(["%zu"] * (len(call._fields_) + 1))
+        for one in here:
+            name, ends = one.name, [0]
+            for field in one.fields:
+                ends.append(ends[-1] + (16 if field.endswith("[]") else 8))
+            offsets = ", ".join(f"offsetof(struct {name}, {field.removesuffix('[]')})" for field in one.fields)
+            form = " ".join(["%zu"] * len(ends))
             lines.append(f'    printf("{name} {form}\\n", {offsets}, sizeof(struct {name}));')
-            expected[name].append(str(ctypes.sizeof(call)))
+            expected[name] = list(map(str, ends))
+            assert len(one.packed(*[None] * len(one.fields))) == ends[-1]
         program = tmp_path / f"{file.stem}.c"
         text = f'#define _GNU_SOURCE\n#define HICACHE_VERSION 1\n#include <stdio.h>\n#include "{file}"\n'
         program.write_text("\n".join([f"{text}int main(void) {{", *lines, "    return 0;", "}", ""]))
@@ -85,16 +84,16 @@ def test_structs_lie_as_the_compiler_lays_them(compiler: str, tmp_path: Path) ->
         shown = subprocess.run([str(tmp_path / "a")], check=True, capture_output=True, text=True).stdout
         found.update({name: offsets for name, *offsets in map(str.split, shown.splitlines())})
     assert found == expected
-    assert set(names.values()) == set(expected)
+    assert {one.name for one in structs_of_package} == set(expected)
 
 
-def test_every_function_has_a_class_and_a_comment() -> None:
+def test_every_function_has_a_struct() -> None:
     functions = set()
     for file in SOURCES.glob("*.c"):
         text = file.read_text()
-        for match in re.finditer(r"^PUBLIC int64_t (hicache_\w+)\(", text, re.MULTILINE):
+        for match in re.finditer(r"^(?:WIDE )?PUBLIC int64_t (hicache_\w+)\(", text, re.MULTILINE):
             functions.add(match[1])
-    assert functions - {"hicache_bind"} == {call.function for call in _calls() if call.function in functions}
+    assert functions - {"hicache_bind"} == {f"hicache_{one.name}" for one in _structs()} - {"hicache_table"}
 
 
 @pytest.mark.parametrize("trouble", ["other sources", "no library", "damaged", "another library"])

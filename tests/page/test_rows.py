@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_ext import native
-from hicache_ext.native import address
 from hicache_ext.page.transforms.header import LOSSY_CODECS
-from hicache_ext.page.transforms.numbers import _NARROW, _WIDEN, KINDS, Rows, _Rows
+from hicache_ext.page.transforms.numbers import _NARROW, _WIDEN, KINDS, ROWS, Rows
 from tests.page.test_planes import at_address
 
 LENGTH = 64
@@ -107,15 +106,15 @@ def test_every_bit_of_a_page_is_quantised_and_restored_alike_at_any_address(dtyp
         scales, codes, back = (at_address(np.zeros(size, np.uint8), start) for size in (2 * count, total, page.size))
         expected = np.zeros(count, np.uint16), np.zeros(total, np.uint8), np.zeros_like(content)
         kind, fp8 = KINDS[dtype], code == "fp8"
-        how_many = kind, fp8, length, count, address(scales), address(codes)
-        accepted = core(_Rows(address(page), *how_many, False))
+        how_many = kind, fp8, length, count, scales, codes
+        accepted = core(ROWS, page, *how_many, False)
         assert accepted == how.quantise_in_numpy(content, *expected[:2])
         if not accepted:
             return
         assert (bytes(scales), bytes(codes)) == (bytes(expected[0]), bytes(expected[1]))
         for of_codes in (bytes(codes), chance.randbytes(total)):
             codes[:] = expected[1][:] = np.frombuffer(of_codes, np.uint8)
-            core(_Rows(address(back), *how_many, True))
+            core(ROWS, back, *how_many, True)
             how.restore_in_numpy(*expected)
             assert bytes(back) == bytes(expected[2])
 

@@ -19,7 +19,7 @@ import pytest
 
 from hicache_ext.page import fingerprint as module
 from hicache_ext.page.fingerprint import PIECE, ModelFingerprint, digest_of_file
-from hicache_ext.runtime.file_systems import FileSystem
+from hicache_ext.runtime.file_systems import Mount
 
 LONG_AGO = 1_600_000_000_000_000_000
 SIZE = 2 * PIECE + 12345
@@ -250,7 +250,7 @@ def test_nothing_is_remembered_where_a_ctime_may_be_anything(
     tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     model, records = make_model(tmp_path / "model"), tmp_path / "records"
-    monkeypatch.setattr(module, "file_system_of", lambda path: FileSystem(kind, False, ""))
+    monkeypatch.setattr(module, "file_system_of", lambda path: Mount("", kind, ""))
     digest_of(model, records)
     reads.clear()
     digest_of(model, records)

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext import native
-from hicache_ext.native import address, words
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -30,11 +29,7 @@ Bits = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float32]
 
 
-class _Planes(native.Arguments):
-    function = "hicache_planes"
-    _fields_ = words("page top rest bits count join")
-
-
+PLANES = native.Struct("planes", "page top rest bits count join")
 _PIECE = 64 << 10
 """Bytes of a page that numpy takes at once."""
 
@@ -69,7 +64,7 @@ class Split:
             raise ValueError(f"{page.size} bytes are not {top.size} and {rest.size} of {self.bits} bits")
         if (core := native.core()) is None:
             return False
-        core(_Planes(address(page), address(top), address(rest), self.bits, top.size, join))
+        core(PLANES, page, top, rest, self.bits, top.size, join)
         return True
 
     def split_in_numpy(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
@@ -141,9 +136,7 @@ _NUMBERS = 16 << 10
 """Numbers of a page that numpy takes at once."""
 
 
-class _Rows(native.Arguments):
-    function = "hicache_rows"
-    _fields_ = words("page kind code length row_count scales codes restore")
+ROWS = native.Struct("rows", "page kind code length row_count scales codes restore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +176,7 @@ class Rows:
         if (core := native.core()) is None:
             return None
         how = KINDS[self.dtype], self.code == "fp8", self.length, len(scales)
-        return bool(core(_Rows(address(page), *how, address(scales), address(codes), restore)))
+        return bool(core(ROWS, page, *how, scales, codes, restore))
 
     def quantise_in_numpy(self, page: Words, scales: Words, codes: Bytes) -> bool:
         largest = np.float32(448.0 if self.code == "fp8" else 127.0)

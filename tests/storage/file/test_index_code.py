@@ -91,8 +91,8 @@ class World:
 
     @property
     def table(self) -> Table:
-        of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
-        return Table(*of_tables, self.events, self.small, self.entries, self.tenants)
+        parts = self.rows, self.sets, self.identities, self.events, self.header, self.small, self.tenants
+        return Table(*parts, ghosts=self.ghosts, entries=self.entries)
 
     @property
     def words(self) -> list[Words]:
@@ -589,14 +589,14 @@ class Fuse:
             self.left -= 1
 
     def call(self, core: native.Core, *arguments: Any) -> int:
-        """``Core.quick``, from which a process that has died does not return."""
-        result = _QUICK(core, *arguments)
+        """``Core()``, from which a process that has died does not return."""
+        result = _CALL(core, *arguments)
         if self.left == 0:
             raise KilledError
         return result
 
 
-_QUICK = native.Core.quick
+_CALL = native.Core.__call__
 
 
 class Fused(np.ndarray):
@@ -696,7 +696,7 @@ def test_a_process_that_dies_at_any_store_leaves_nothing_to_repair(
     """No wrong row is found, every page can be stored and found again, and no slot stays taken."""
     fuse = Fuse(fused_core)
     monkeypatch.setattr(native, "LIBRARY", fused_core)
-    monkeypatch.setattr(native.Core, "quick", lambda core, *arguments: fuse.call(core, *arguments))
+    monkeypatch.setattr(native.Core, "__call__", lambda core, *arguments: fuse.call(core, *arguments))
     for step in range(5000):
         with new_index_in(tmp_path, CAPACITY) as index:
             members = members_of(index)

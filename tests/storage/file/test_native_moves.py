@@ -682,12 +682,12 @@ def test_a_piece_that_raises_leaves_no_slot_taken_and_no_descriptor_in_use(tmp_p
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(native.Core, "__call__", fail)
+        patched.setattr(native.Core, "call", fail)
         assert store_pages(store, keys) == [SetResult.ERROR] * 20
     assert counts(store._directory.index)["pending"] == 0
     assert store_pages(store, keys) == [SetResult.STORED] * 20
     with monkeypatch.context() as patched:
-        patched.setattr(native.Core, "__call__", fail)
+        patched.setattr(native.Core, "call", fail)
         assert read_pages(store, keys)[0] == [GetResult.ERROR] * 20
     open_files = sum("/slabs/" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
     assert open_files == 2
@@ -761,7 +761,7 @@ def test_slots_and_rows_that_make_no_sense_are_left_and_no_word_beside_them_is_t
 def test_sizes_that_make_no_sense_move_nothing(tmp_path, monkeypatch):
     slabs, batch, placed = one_page(tmp_path, [1000])
     core, made = native.core(), []
-    monkeypatch.setattr(native.Core, "__call__", lambda self, arguments: made.append(arguments))
+    monkeypatch.setattr(native.Core, "call", lambda self, *arguments: made.append(arguments))
     for write in (True, False):
         move(slabs, batch, placed, write=write)
     monkeypatch.undo()
@@ -773,22 +773,23 @@ def test_sizes_that_make_no_sense_move_nothing(tmp_path, monkeypatch):
         ("page_count", 0),
         ("page_count", -1),
     ]
-    for arguments in made:
-        results = arguments.used[1][-1]
+    for call, packed, used in made:
+        *_, results, taken = used[1]
+        words = np.frombuffer(bytearray(packed), np.int64)
         for name, value in wrong:
-            known = getattr(arguments, name)
-            setattr(arguments, name, value)
-            arguments.taken = 0
-            assert core(arguments) == 0
+            at = call.fields.index(name)
+            known, words[at], taken[0] = words[at], value, 0
+            assert core.call(call, words.tobytes(), used) == 0
             assert results.tolist() == [1]
-            setattr(arguments, name, known)
-        arguments.taken = 1
-        assert core(arguments) == 0
+            words[at] = known
+        taken[0] = 1
+        assert core.call(call, packed, used) == 0
         assert results.tolist() == [1]
+        taken[0] = 0
         # The slab is closed.
-        arguments.used = arguments.used[:2]
-        arguments.taken = 0
-        assert core(arguments) == 0
+        batch, arrays, files = used
+        files.clear()
+        assert core.call(call, packed, (batch, arrays)) == 0
         assert results.tolist() == [-errno.EBADF]
 
 

@@ -51,13 +51,13 @@ for line in sys.stdin:
             sys.stdin.readline()
         print("free", flush=True)
     elif command == "evict and wait":
-        removed = store._evicted
+        remove = os.unlink
         def wait(path):
-            store._evicted = removed
+            os.unlink = remove
             print("evicting", flush=True)
             sys.stdin.readline()
-            return removed(path)
-        store._evicted = wait
+            return remove(path)
+        os.unlink = wait
         print(store_pages(store, [page_key("one more")], [300_000])[0].name, flush=True)
 """
 

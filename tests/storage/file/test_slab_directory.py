@@ -276,7 +276,7 @@ def test_a_note_of_a_clear_that_was_spoilt_counts_from_when_it_was_written(direc
     assert directory.cleared_at(A) == -1
     directory.note_cleared(A, 1_700_000_000_000)
     assert directory.cleared_at(A) == 1_700_000_000_000
-    path = directory.identities / f"{A.hex()}.cleared"
+    path = directory.path / "identities" / f"{A.hex()}.cleared"
     # The digits alone might be those of next year: nothing that is stored until then would be found after a start.
     changed = "9" + path.read_text()[1:]
     for content in ("", "12", "x" * 13, "9999999999999", changed):
@@ -292,7 +292,7 @@ def test_a_note_of_an_earlier_clear_that_comes_late_changes_nothing(directory: S
 
 
 def test_what_has_the_name_of_a_note_is_moved_aside(directory: SlabDirectory) -> None:
-    place = directory.identities / "all.cleared"
+    place = directory.path / "identities" / "all.cleared"
     place.mkdir()
     directory.note_cleared(EVERY, 1_700_000_000_000)
     assert directory.cleared_at(A) == 1_700_000_000_000

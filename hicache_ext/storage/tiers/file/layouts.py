@@ -137,20 +137,20 @@ def check_before_start(path: Path, layout: str, tier: str) -> None:
 
 
 def adopt(path: Path, layout: Layout, tier: str) -> None:
-    """Make ``path``, which must exist, a directory of this layout: what tells it from others, and the directories of
-    slabs, which survive a power loss. Nothing in ``path`` itself is touched for slabs. Logs a warning of newer
-    versions.
+    """Make ``path`` a directory of this layout, unless it is one: with all its directories, which survive a power loss,
+    and what tells it from others. Logs a warning of newer versions.
 
     Raises as ``check_before_start``.
     """
     check_before_start(path, layout, tier)
-    home = path
-    if layout == "slab":
-        home = slab_home(path)
-        for directory in (home, home / _SLABS):
-            if directory.is_symlink():
-                move_aside(directory, unless=stat.S_ISDIR)
-            make_directory(directory)
+    make_tier_directory(path)
+    # First the one that says which modes the others have.
+    make_directory(path / IDENTITIES)
+    home = slab_home(path) if layout == "slab" else path
+    for directory in (home, home / _SLABS) if layout == "slab" else (path / "pages", path / "tmp"):
+        if layout == "slab" and directory.is_symlink():
+            move_aside(directory, unless=stat.S_ISDIR)
+        make_directory(directory)
     os.close(open_plain_file(home / MEMBERS, os.O_RDWR))
     # Another process may have been first, with another layout.
     check_before_start(path, layout, tier)

@@ -365,12 +365,11 @@ _LEFT, _DONE, _OTHERWISE = range(3)
 _ENDED, _UNEXPECTED, _CLOSED, _LATE = range(4)
 
 
-class TalkPages(native.Arguments):
-    function = "hicache_talk_pages"
-    _fields_ = native.words(
-        "addresses segments segment_count payload keys words results positions position_count socket deadline window "
-        "created question question_length answer_length"
-    )
+TALK_PAGES = native.Struct(
+    "talk_pages",
+    "addresses segments[] payload keys words results positions[] socket deadline window created question[] "
+    "answer_length",
+)
 
 
 @functools.lru_cache(64)
@@ -405,17 +404,15 @@ class NativeCall:
         self._core = core
         self._write = write
         self._memory = memory
-        self._keys = key_words(batch.keys)
         self._words, self._texts = words
         self._results = np.zeros(len(batch), np.int64)
         self._of_pages = (
-            native.address(memory.pages),
-            native.address(memory.segment_sizes),
-            len(memory.segment_sizes),
+            memory.pages,
+            memory.segment_sizes,
             memory.page_bytes,
-            native.address(self._keys),
-            native.address(self._words),
-            native.address(self._results),
+            key_words(batch.keys),
+            self._words,
+            self._results,
         )
 
     @classmethod
@@ -437,20 +434,16 @@ class NativeCall:
         question, nonce = connection.question() if self._write else (b"", b"")
         if self._write and not question:
             return
-        asked = np.frombuffer(question, np.uint8)
         status = self._core(
-            TalkPages(
-                *self._of_pages,
-                native.address(positions),
-                len(positions),
-                connection.descriptor,
-                int(connection.deadline * 1e9),
-                connection.window(),
-                int(time.time() * 1000),
-                native.address(asked) if question else 0,
-                len(question),
-                len(b"$%d\r\n%b\r\n" % (len(nonce), nonce)),
-            )
+            TALK_PAGES,
+            *self._of_pages,
+            positions,
+            connection.descriptor,
+            int(connection.deadline * 1e9),
+            connection.window(),
+            int(time.time() * 1000),
+            np.frombuffer(question, np.uint8) if question else None,
+            len(b"$%d\r\n%b\r\n" % (len(nonce), nonce)),
         )
         if status < 0:
             raise OSError(-status, os.strerror(-status))

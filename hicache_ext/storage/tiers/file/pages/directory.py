@@ -25,10 +25,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hicache_ext.runtime.access import Access, access_in, make_directory, make_tier_directory, move_aside, settle
+from hicache_ext.runtime.access import Access, access_in, make_directory, move_aside, settle
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import link_new
-from hicache_ext.storage.tiers.file.layouts import FILES_NAME, adopt, check_before_start
+from hicache_ext.storage.tiers.file.layouts import FILES_NAME, adopt
 from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, counted_for, directories, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
 
@@ -42,10 +42,6 @@ class PageDirectory(PageTree):
     def __init__(self, path: Path, tier: str) -> None:
         """Create or adopt ``path``. Raises OSError, and StoreSetupError where it is of another layout."""
         super().__init__(path)
-        check_before_start(path, "pages", tier)
-        make_tier_directory(path)
-        for directory in (self.identities, self.pages_path, self.temporary):
-            make_directory(directory)
         adopt(path, "pages", tier)
         self.members = Members(self.members_path)
         self.is_gone = gone_writers(path, self.members.is_alive)

@@ -75,9 +75,7 @@ _NATIVE_FROM = 32
 """Keys in a look-up of pages alone from which the native core looks. Of a bad disk it says nothing."""
 
 
-class FindPageFiles(native.Arguments):
-    function = "hicache_find_page_files"
-    _fields_ = native.words("keys key_count directory least oldest present")
+FIND_PAGE_FILES = native.Struct("find_page_files", "keys[] directory least oldest present")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +183,7 @@ class PageFiles(PathStore):
                 continue
             words, found = some.words, np.zeros(len(some), np.bool_)
             try:
-                of_core = native.address(words), len(words), directory, HEADER_LENGTH, -(-oldest // 1000)
-                core(FindPageFiles(*of_core, native.address(found)))
+                core(FIND_PAGE_FILES, words, directory, HEADER_LENGTH, -(-oldest // 1000), found)
             finally:
                 os.close(directory)
             present[positions] = found

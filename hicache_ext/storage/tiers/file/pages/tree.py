@@ -24,7 +24,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from hicache_ext.page import pack as packs
 from hicache_ext.page.envelope import IDENTITY_LENGTH, PAGE_HASH_LENGTH
 from hicache_ext.page.pack import HASH_BYTES, Pack, milliseconds_of, parse_pack, short_hash
 from hicache_ext.page.transforms.forms import STORED_AS
+from hicache_ext.runtime.access import opened
 from hicache_ext.runtime.members import living_members
 from hicache_ext.runtime.whole_file import read_document, write_whole
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
@@ -338,7 +339,7 @@ def keys_in(path: str, identity: bytes, pack: Pack) -> list[bytes | None]:
     if is_alone(pack):
         return [identity + bytes.fromhex(pack.id)]
     try:
-        with _opened(path) as fd:
+        with opened(path) as fd:
             return _keys_in_file(fd, identity, pack)
     except OSError as error:
         if error.errno in _NO_FILE:
@@ -366,7 +367,7 @@ def _keys_in_file(fd: int, identity: bytes, pack: Pack) -> list[bytes | None]:
 def header_at(path: str, offset: int) -> tuple[bytes | None, os.stat_result | None]:
     """What stands in front of a page, and the status of its file; None where it cannot be read."""
     try:
-        with _opened(path) as fd:
+        with opened(path) as fd:
             return os.pread(fd, envelope.FIELDS_LENGTH, offset), os.fstat(fd)
     except OSError:
         return None, None
@@ -422,18 +423,8 @@ def _counted_in(directory: str, last_digit: str = "") -> int:
     return counted
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[int]:
-    """A descriptor of what has this name, to read. No link is followed, and nobody waits for the writer of a pipe."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _read_at(path: str, pack: Pack, position: int) -> bytes:
-    with _opened(path) as fd:
+    with opened(path) as fd:
         return os.pread(fd, pack.page_bytes or os.fstat(fd).st_size, position * pack.page_bytes)
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from hicache_ext.errors import IndexBusyError
-from hicache_ext.runtime.access import access_in, make_directory, make_tier_directory, move_aside, settle
+from hicache_ext.runtime.access import access_in, move_aside, opened, settle
 from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 from hicache_ext.runtime.file_lock import CHANGE_LOCK_BOUND, ChangeLock, OfdLock
 from hicache_ext.runtime.members import Members
@@ -98,13 +98,10 @@ class SlabDirectory:
         StoreSetupError where the directory is of another layout."""
         self.path = path = path.resolve()
         self.home = slab_home(path)
-        self.identities = path / "identities"
         self._open = functools.lru_cache(OPEN_FILES)(self._open_anew)
         self._resources = ExitStack()
         try:
-            make_tier_directory(path)
             adopt(path, "slab", tier)
-            make_directory(self.identities)
             self._home_fd = self._opened_directory(self.home)
             self._slabs_fd = self._opened_directory(self.home / "slabs")
             self._noting = OfdLock(self.home / "lock", NOTING)
@@ -206,15 +203,11 @@ class SlabDirectory:
     def allocate(self, slab: Slab, file: SlabFile, length: int) -> None:
         """Give a file of a slab this length and all its blocks; a missing one is made. Raises OSError (ENOSPC)."""
         access = access_in(self.home / "slabs")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(_name(slab, file), flags, access.file_mode, dir_fd=self._slabs_fd)
-        try:
+        with opened(_name(slab, file), os.O_RDWR | os.O_CREAT, access.file_mode, dir_fd=self._slabs_fd) as fd:
             settle(fd, access.file_mode)
             if os.fstat(fd).st_size > length:
                 os.ftruncate(fd, length)
             os.posix_fallocate(fd, 0, length)
-        finally:
-            os.close(fd)
 
     def delete_slab_files(self, slab: Slab) -> None:
         """Delete the files of a dropped slab; their blocks are free at once, also while others have them open."""
@@ -223,13 +216,8 @@ class SlabDirectory:
             name = _name(slab, file)
             try:
                 # Others may have it open for a while: an empty file takes no space. What is no file has another's name.
-                with suppress(OSError):
-                    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-                    fd = os.open(name, flags, dir_fd=self._slabs_fd)
-                    try:
-                        os.ftruncate(fd, 0)
-                    finally:
-                        os.close(fd)
+                with suppress(OSError), opened(name, os.O_WRONLY, dir_fd=self._slabs_fd) as fd:
+                    os.ftruncate(fd, 0)
                 os.unlink(name, dir_fd=self._slabs_fd)
             except FileNotFoundError:
                 continue

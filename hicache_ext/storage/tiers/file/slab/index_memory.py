@@ -96,8 +96,8 @@ class IndexMemory:
         parts = [all_words[at : at + math.prod(shape)].reshape(shape) for at, shape in _parts(rows_most, ghost_sets)]
         self.slabs, self.identities, self.ghosts, self.events, self.small, self.entries, *more = parts[1:]
         self.tenants, self.sets, self.rows = more
-        of_tables = self.rows, self.sets, self.header, self.identities, self.ghosts
-        self.table = Table(*of_tables, self.events, self.small, self.entries, self.tenants)
+        parts = [self.rows, self.sets, self.identities, self.events, self.header, self.small, self.tenants]
+        self.table = Table(*parts, ghosts=self.ghosts, entries=self.entries)
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ an answer may be about a page that has just gone or come. What is read from a sl
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext import native
-from hicache_ext.native import Arguments, address, words
 from hicache_ext.storage.tiers.file import eviction
 
 Words = npt.NDArray[np.int64]
@@ -284,56 +282,49 @@ def slabs_with(slabs: Words, rows: Words) -> Words:
 # -- what is done in C -------------------------------------------------------------------------------------------------
 
 
-def _function(function: str, fields: str) -> Callable[..., int]:
+STRUCTS = [
+    native.Struct(
+        "table",
+        "rows[] sets[] identities[] events[] header small tenants ghosts ghost_sets entries entry_sets",
+    )
+]
+"""The table, and what the functions take."""
+
+
+def _function(name: str, fields: str) -> Callable[..., int]:
     """A method of ``Table`` that calls this function of native/table.c, which says what it does and what it returns.
     Its arguments are the fields of the function's struct behind ``table``; for those with ``[]`` an array, or None."""
-    call = type(function, (Arguments,), {"function": function, "_fields_": words(f"table {fields}")})
+    STRUCTS.append(call := native.Struct(name, f"table {fields}"))
 
     def method(table: Table, *arguments: Any) -> int:
-        packed = [table.address]
-        for argument in arguments:
-            if isinstance(argument, np.ndarray):
-                packed += address(argument), len(argument)
-            elif argument is None:
-                packed += 0, 0
-            else:
-                packed.append(argument)
-        return table.core.quick(call, *packed)
+        return table.core(call, table.address, *arguments)
 
     return method
 
 
-class Table(Arguments):
+class Table:
     """Where the words are that native/table.c works on. They stay mapped while somebody holds this, also after
-    ``IndexMemory.close``: whoever calls ``core`` with ``address`` does until the call is over."""
+    ``IndexMemory.close``: whoever calls does until the call is over."""
 
-    function = "hicache_table"
-    _fields_ = words(
-        "rows sets header identities ghosts events small entries tenants "
-        "row_count set_count identity_count ghost_sets event_count entry_sets"
-    )
-
-    def __init__(self, *parts: Words) -> None:
+    def __init__(self, *parts: Words, ghosts: Words, entries: Words) -> None:
         """``parts`` are those of the first fields."""
-        rows, sets, _, identities, ghosts, events, _, entries, _ = parts
-        lengths = len(rows), len(sets), len(identities), ghosts.shape[1], len(events), entries.shape[1]
-        super().__init__(*map(address, parts), *lengths)
         self.core = native.needed()
-        self.address = ctypes.addressof(self)
-        self._parts = parts
+        words = np.frombuffer(STRUCTS[0].packed(*parts, ghosts, ghosts.shape[1], entries, entries.shape[1]), np.int64)
+        self.address = native.address(words)
+        self._parts = *parts, ghosts, entries, words
 
-    locate = _function("hicache_locate", "keys[] numbers[] oldest slabs[] located[]")
-    touch = _function("hicache_touch", "chain[] capacity sampled")
-    rank_again = _function("hicache_rank_again", "capacity most")
-    learn = _function("hicache_learn", "capacity sampled most")
-    add_sets = _function("hicache_add_sets", "wanted")
-    take_free = _function("hicache_take_free", "slabs[] known[] of_size[] pending ticket taken[]")
-    ranks = _function("hicache_ranks", "rows[] oldest tenancy[] ranks[]")
-    evict = _function("hicache_evict", "victims[] oldest tenancy[]")
-    find = _function("hicache_find", "hashes[] number rows[]")
+    locate = _function("locate", "keys[] numbers[] oldest slabs[] located[]")
+    touch = _function("touch", "chain[] capacity sampled")
+    rank_again = _function("rank_again", "capacity most")
+    learn = _function("learn", "capacity sampled most")
+    add_sets = _function("add_sets", "wanted")
+    take_free = _function("take_free", "slabs[] known[] of_size[] pending ticket taken[]")
+    ranks = _function("ranks", "rows[] oldest tenancy[] ranks[]")
+    evict = _function("evict", "victims[] oldest tenancy[]")
+    find = _function("find", "hashes[] number rows[]")
     publish = _function(
-        "hicache_publish",
+        "publish",
         "keys[] numbers[] positions[] taken[] lengths[] pending ticket "
         "created oldest capacity ghost_limit sampled tenant published[]",
     )
-    adopt = _function("hicache_adopt", "keys[] numbers[] lengths[] created[] seals[] first slot_size now")
+    adopt = _function("adopt", "keys[] numbers[] lengths[] created[] seals[] first slot_size now")

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_ext.page.envelope import IDENTITY_LENGTH
+from hicache_ext.runtime.access import opened
 from hicache_ext.runtime.members import living_members
 from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage
@@ -161,11 +162,7 @@ class SlabListing(Inspector):
 
     def _pages_of(self, slab: Slab) -> Iterator[StoredPage]:
         """By its headers; those that the index has not are left out where there is one."""
-        try:
-            fd = os.open(self._file(slab, "headers"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return
-        try:
+        with suppress(FileNotFoundError), opened(self._file(slab, "headers")) as fd:
             for begin in range(0, slab.slots, _PORTION):
                 headers = read_headers(fd, begin, min(_PORTION, slab.slots - begin))
                 seals, valid = checked_headers(headers)
@@ -183,8 +180,6 @@ class SlabListing(Inspector):
                         place=SlotReference(slab.number, begin + at, length, row=row),
                         seal=seals[at].tobytes(),
                     )
-        finally:
-            os.close(fd)
 
     def _counts(self, first: int, keys: Words) -> npt.NDArray[np.bool_]:
         """For the rows from ``first`` on: whether the index has such a page there, and not of a cleared identity."""
@@ -228,6 +223,5 @@ def _memory_of_servers(home: Path) -> tuple[IndexMemory | None, bool]:
 
 
 def _read_at(path: Path, length: int, offset: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        return file.read(length)
+    with opened(path) as fd:
+        return os.pread(fd, length, offset)

@@ -12,7 +12,6 @@ shm``). A page that is not aligned goes through the page cache without staying t
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,18 +61,11 @@ Page = Sequence[memoryview]
 _MOST_SEGMENTS = IOV_MAX - 1
 
 
-class MovePages(native.Arguments):
-    function = "hicache_move_pages"
-    _fields_ = native.words(
-        "slabs slots positions opened addresses segments keys start rows results into_memory page_count opened_count "
-        "segment_count payload slot_size created flags at_once row_count row_words seal_word taken"
-    )
-    used: tuple[object, ...]
-    """Whose memory and descriptors these are."""
-
-
-_WORDS = struct.Struct(f"{len(MovePages._fields_)}q")
-"""Faster than the constructor: a page alone takes 20 us in all."""
+MOVE_PAGES = native.Struct(
+    "move_pages",
+    "slabs slots positions opened addresses segments keys start rows results taken into_memory page_count opened_count "
+    "segment_count payload slot_size created flags at_once row_count row_words seal_word",
+)
 
 
 class Moved(NamedTuple):
@@ -183,10 +175,11 @@ class SlotIo:
             _START,
             rows,
             results,
+            np.zeros(1, np.int64),
         )
         at_once, slot_size = AT_ONCE_DIRECT if direct else AT_ONCE, slot_size_of(payload)
-        of_call = _WORDS.pack(
-            *map(native.address, arrays),
+        call = MOVE_PAGES.packed(
+            *arrays,
             into_memory,
             count,
             len(opened),
@@ -200,13 +193,9 @@ class SlotIo:
             len(rows),
             ROW_WORDS,
             SEAL,
-            0,
         )
-        arguments = MovePages.from_buffer_copy(of_call)
-        # Kept by the frame of each thread: one that the interpreter leaves behind at its end still moves.
-        arguments.used = batch, arrays, files
         threads = min(threads, -(-count // max(1, at_once // slot_size)))
-        self._workers.run(threads, lambda _: core(arguments), threads)
+        self._workers.run(threads, lambda _: core.call(MOVE_PAGES, call, (batch, arrays, files)), threads)
         if not len(others) and not np.count_nonzero(results):
             return Moved(pages, {}, NO_SLOTS)
         failed = results < 0

@@ -172,13 +172,11 @@ def read_headers(fd: int, begin: int, count: int) -> Numbers:
     return np.frombuffer(content, np.int64).reshape(-1, HEADER_WORDS)
 
 
-class CheckHeaders(native.Arguments):
-    function = "hicache_check_headers"
-    _fields_ = native.words("headers header_count start seals valid")
+CHECK_HEADERS = native.Struct("check_headers", "headers[] start seals valid")
 
 
 def checked_headers(headers: Numbers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
     """The seals of these headers, a row each, and which of them are headers of pages."""
     seals, valid = np.zeros((len(headers), 2), np.uint64), np.zeros(len(headers), np.bool_)
-    native.needed()(CheckHeaders(native.address(headers), len(headers), *map(native.address, [_START, seals, valid])))
+    native.needed()(CHECK_HEADERS, headers, _START, seals, valid)
     return seals, valid
