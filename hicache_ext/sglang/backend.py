@@ -72,7 +72,7 @@ class HiCacheExtBackend(BackendLifecycle):
     # -- existence -------------------------------------------------------------------------------------------------
 
     @answering(lambda *_, **__: 0)
-    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+    def batch_exists(self, keys: list[str]) -> int:
         if self.served.closed or not keys:
             return 0
         pool = self.served.usable(KV)
@@ -93,12 +93,7 @@ class HiCacheExtBackend(BackendLifecycle):
         )
 
     @answering(lambda *_, **__: PoolTransferResult(0, {}, []))
-    def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
+    def batch_exists_v2(self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None) -> PoolTransferResult:
         if self.served.unavailable or not keys:
             return PoolTransferResult(0, {}, [])
         kv = self.served.bound.get(KV)
@@ -165,20 +160,12 @@ class HiCacheExtBackend(BackendLifecycle):
     # -- v1 and v2: pages of host pools ----------------------------------------------------------------------------
 
     @answering(all_false)
-    def batch_get_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         return self._moved(self.served.usable(KV), keys, host_indices, "read")
 
     @answering(all_false)
     def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         self._follow_owners(extra_info, keys)
         return self._moved(self.served.usable(KV), keys, host_indices, "write")
@@ -190,9 +177,7 @@ class HiCacheExtBackend(BackendLifecycle):
             owners.follow(getattr(extra_info, "prefix_keys", None), keys)
 
     @answering(transfers_false)
-    def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[Any, list[bool]]:
+    def batch_get_v2(self, transfers: list[PoolTransfer]) -> dict[Any, list[bool]]:
         return self._move_transfers(transfers, "read")
 
     @answering(transfers_false)
