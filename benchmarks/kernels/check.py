@@ -100,16 +100,16 @@ def check_engines() -> Iterator[tuple[str, int]]:
 def _engines(memory: CheckedMemory, on_gpu: bool) -> Iterator[tuple[str, CopyEngine, Callable[[], None]]]:
     if on_gpu:
         try:
-            driver = open_driver()
+            engine = BatchedDmaEngine(open_driver())
         except CopyError:
             pass
         else:
-            yield BatchedDmaEngine.name, BatchedDmaEngine(driver), _synchronize
+            yield engine.name, engine, _synchronize
         if find_spec("triton"):
             yield TritonEngine.name, TritonEngine(), _synchronize
         return
     gpu = memory.gpu()
-    yield "batched_dma (driver stand-in)", BatchedDmaEngine(gpu.driver()), gpu.synchronize
+    yield "batched_dma (driver stand-in)", gpu.engine(), gpu.synchronize
     if find_spec("triton"):
         yield "triton (interpreted)", InterpretedTritonEngine(), _synchronize
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hicache_ext.kernels.batched_dma import BATCH_TYPES, BatchedDmaEngine, CudaDriver
+from hicache_ext.kernels.batched_dma import BATCH_TYPES, BatchedDmaEngine
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation
 from hicache_ext.kernels.geometry import LayerCopy, LayerStack, Rows, Strides, page_tokens
 
@@ -51,8 +51,8 @@ class SubmitCost:
         return self.plan_us + self.layers_us
 
 
-class IdleDriver(CudaDriver):
-    """A driver that is called through ctypes as the real one is, and answers success without doing anything."""
+class IdleEngine(BatchedDmaEngine):
+    """Over a driver that is called through ctypes as the real one is, and answers success without doing anything."""
 
     def __init__(self) -> None:
         super().__init__(_idle())
@@ -123,10 +123,9 @@ def measure(case: SubmitCase, rounds: int) -> list[SubmitCost]:
     """The engine that submits from the CPU, and the same without vectors."""
     stack = imaginary_stack(case)
     tokens = scattered_tokens(case)
-    driver = IdleDriver()
-    engine = BatchedDmaEngine(driver)
+    engine = IdleEngine()
     plans, layers = zip(*[_load(engine, stack, tokens) for _ in range(rounds)], strict=True)
-    descriptors = driver.descriptors // rounds
+    descriptors = engine.descriptors // rounds
     write_backs = [_write_back(engine, stack, tokens) for _ in range(rounds)]
     cost = SubmitCost(engine.name, case, descriptors, _us(plans), _us(layers), _us(write_backs))
     return [cost, _naive(stack, tokens, case, max(1, rounds // 10))]
@@ -153,7 +152,7 @@ def _write_back(engine: CopyEngine, stack: LayerStack, tokens: tuple[torch.Tenso
 
 def _naive(stack: LayerStack, tokens: tuple[torch.Tensor, torch.Tensor], case: SubmitCase, rounds: int) -> SubmitCost:
     """A Python loop over the runs of every layer into ctypes arrays: what the plan and its vectors save."""
-    driver = IdleDriver()
+    engine = IdleEngine()
     host_pages, device_pages = (side[:: case.page_size].tolist() for side in tokens)
     touching = stack.shape.host.token == stack.shape.row_bytes
     rows, size = (1, stack.run_bytes) if touching else (case.page_size, stack.shape.row_bytes)
@@ -169,11 +168,11 @@ def _naive(stack: LayerStack, tokens: tuple[torch.Tensor, torch.Tensor], case: S
                         device.append(at_device.address(device_page + slot, 0, case.page_size))
             array = ctypes.c_uint64 * len(host)
             sources, destinations, sizes = array(*host), array(*device), array(*[size] * len(host))
-            driver.copy_batch(
+            engine.copy_batch(
                 ctypes.addressof(destinations), ctypes.addressof(sources), ctypes.addressof(sizes), len(host), 2
             )
         times.append(time.perf_counter() - started)
-    return SubmitCost("Python loop", case, driver.descriptors // rounds, 0.0, _us(times), float("nan"))
+    return SubmitCost("Python loop", case, engine.descriptors // rounds, 0.0, _us(times), float("nan"))
 
 
 def _us(seconds: Sequence[float]) -> float:

@@ -46,22 +46,57 @@ BATCH_TYPES = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _
 """Destinations, sources, sizes, how many; attributes, their first copies, how many; failIdx, stream."""
 
 
-class CudaDriver:
-    """Batches of copies between page-locked host memory and the current device.
+def open_driver() -> Callable[..., int]:
+    """Return the function of this machine's driver that copies batches, of ``BATCH_TYPES``.
 
-    ``batch`` is a ctypes function of ``BATCH_TYPES``. One thread at a time. The driver is told that copies should run
-    besides compute.
+    Raises :class:`CopyError` where there is none, or one older than 12.8.
     """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise CopyError("no CUDA driver: libcuda.so.1 cannot be loaded") from None
+    address = ctypes.c_void_p()
+    try:
+        look_up = library.cuGetProcAddress_v2
+        look_up.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int, ctypes.c_uint64, _POINTER)
+        code = look_up(b"cuMemcpyBatchAsync", ctypes.byref(address), _VERSION, 0, None)
+    except AttributeError:
+        code = -1
+    if code or not address.value:
+        raise CopyError("the CUDA driver has no cuMemcpyBatchAsync (12.8 or newer is needed)")
+    return ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_TYPES)(address.value)
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+class BatchedDmaEngine:
+    """Submits every run of the plan as one copy, to the current device. No copy spans two host registrations."""
+
+    name = "batched_dma"
 
     def __init__(self, batch: Callable[..., int]) -> None:
+        """``batch``: of ``open_driver``. It is told that copies should run besides compute."""
         self._batch = batch
-        # These live as long as the driver, so that no call can outlive them.
+        # These live as long as the engine, so that no call can outlive them.
         self._attributes = Attributes(source_access_order=_SOURCE_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE)
         self._first_copy = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
         self._attributes_at = ctypes.addressof(self._attributes)
         self._first_copy_at = ctypes.addressof(self._first_copy)
         self._failed_at = ctypes.addressof(self._failed)
+
+    def refusal(self, operation: Operation) -> str | None:
+        if not operation.indices_on_cpu:
+            return "indices_on_device"
+        if not operation.stack.is_registered:
+            return "unpinned"
+        if self.current_stream(operation.stack.device) in _LEGACY_STREAMS:
+            return "default_stream"
+        return "graph_capture" if self.is_capturing() else None
+
+    def begin(self, operation: Operation) -> Submit:
+        return _BatchedTransfer(self, operation).submit
 
     def current_stream(self, device: torch.device) -> int:
         """Return the handle of torch's current stream."""
@@ -84,53 +119,11 @@ class CudaDriver:
             raise CopyError(f"the driver refused a batch of copies with error {code} at {copy}")
 
 
-def open_driver() -> CudaDriver:
-    """Return the driver of this machine. Raises :class:`CopyError` where there is none, or one older than 12.8."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        raise CopyError("no CUDA driver: libcuda.so.1 cannot be loaded") from None
-    address = ctypes.c_void_p()
-    try:
-        look_up = library.cuGetProcAddress_v2
-        look_up.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int, ctypes.c_uint64, _POINTER)
-        code = look_up(b"cuMemcpyBatchAsync", ctypes.byref(address), _VERSION, 0, None)
-    except AttributeError:
-        code = -1
-    if code or not address.value:
-        raise CopyError("the CUDA driver has no cuMemcpyBatchAsync (12.8 or newer is needed)")
-    return CudaDriver(ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_TYPES)(address.value))
-
-
-# -- the engine --------------------------------------------------------------------------------------------------------
-
-
-class BatchedDmaEngine:
-    """Submits every run of the plan as one copy. No copy spans two host registrations."""
-
-    name = "batched_dma"
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-
-    def refusal(self, operation: Operation) -> str | None:
-        if not operation.indices_on_cpu:
-            return "indices_on_device"
-        if not operation.stack.is_registered:
-            return "unpinned"
-        if self._driver.current_stream(operation.stack.device) in _LEGACY_STREAMS:
-            return "default_stream"
-        return "graph_capture" if self._driver.is_capturing() else None
-
-    def begin(self, operation: Operation) -> Submit:
-        return _BatchedTransfer(self._driver, operation).submit
-
-
 class _BatchedTransfer:
     """Two arrays of addresses, rewritten for each submission, and one of sizes, which stay."""
 
-    def __init__(self, driver: CudaDriver, operation: Operation) -> None:
-        self._driver = driver
+    def __init__(self, engine: BatchedDmaEngine, operation: Operation) -> None:
+        self._engine = engine
         self._operation = operation
         self._plan: CopyPlan = operation.plan
         self._copies = 0
@@ -166,4 +159,4 @@ class _BatchedTransfer:
                 count = len(split[0])
         is_load = self._operation.direction is Direction.LOAD
         source, target = (host_at, device_at) if is_load else (device_at, host_at)
-        self._driver.copy_batch(target, source, sizes_at, count, self._driver.current_stream(stack.device))
+        self._engine.copy_batch(target, source, sizes_at, count, self._engine.current_stream(stack.device))

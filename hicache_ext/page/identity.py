@@ -96,22 +96,21 @@ class PageIdentity:
         document["schema"] = IDENTITY_SCHEMA
         return document
 
-    def canonical(self) -> bytes:
-        """The bytes that are digested: JSON, keys sorted, no blanks, UTF-8."""
-        return _canonical(self.document())
-
     def digest(self) -> bytes:
-        """16 bytes: the first half of SHA-256 over a domain prefix and ``canonical()``."""
+        """16 bytes: the first half of SHA-256 over a domain prefix and ``canonical``."""
         return digest_of_document(self.document())
 
 
 def digest_of_document(document: Mapping[str, Any]) -> bytes:
     """The digest of the identity with this ``PageIdentity.document()``, also after a round trip through JSON."""
-    return hashlib.sha256(_DIGEST_DOMAIN + _canonical(document)).digest()[:DIGEST_LENGTH]
+    return hashlib.sha256(_DIGEST_DOMAIN + canonical(document)).digest()[:DIGEST_LENGTH]
 
 
-def _canonical(facts: Mapping[str, Any]) -> bytes:
-    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
+def canonical(document: Mapping[str, Any]) -> bytes:
+    """The bytes that are digested: JSON, keys sorted, no blanks, UTF-8."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
+        errors="surrogatepass"
+    )
 
 
 def joined_page_hashes(keys: Sequence[str]) -> bytes:

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hicache_ext.config.model import WriteConfig
+from hicache_ext.page.identity import KV_POOL as KV
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
@@ -38,10 +39,6 @@ from hicache_ext.storage.contract.store import SetResult, put_back
 from hicache_ext.storage.serving.hints import HintSender
 
 logger = logging.getLogger(__name__)
-
-
-KV = "kv"
-"""SGLang's name for the pool of which every page counts."""
 
 
 # -- one request -------------------------------------------------------------------------------------------------------
@@ -127,8 +124,8 @@ class Outcome(enum.IntEnum):
 
 
 class PoolWriter:
-    """``submit`` and ``finished`` run on the scheduler thread and never wait; everything else on a thread of its
-    own."""
+    """The scheduler thread calls ``submit``, takes from ``finished``, and never waits. All else runs on a thread of
+    its own."""
 
     def __init__(self, pool: Any, metrics: TierMetrics, pools_on: Mapping[str, Sequence[str]]) -> None:
         """``pool``: the backend (sglang/backend.py). ``pools_on``: by the pool that has host indices, those on them
@@ -137,7 +134,8 @@ class PoolWriter:
         self._metrics = metrics
         self._pools_on = pools_on
         self._jobs: deque[list[Piece]] = deque()
-        self._finished: deque[tuple[list[Piece], Outcome]] = deque()
+        self.finished: deque[tuple[list[Piece], Outcome]] = deque()
+        """Jobs that ended and were not taken."""
         self._log = LimitedLog(logger, 1.0)
         self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
         # At once: a machine without threads shows at the start, and not when jobs keep host memory.
@@ -147,14 +145,6 @@ class PoolWriter:
         """Write consecutive pieces of one continuation, of which no other job is under way."""
         self._jobs.append(job)
         self._loop.wake()
-
-    @property
-    def finished_jobs(self) -> int:
-        """Jobs that ended and were not taken."""
-        return len(self._finished)
-
-    def take_finished(self, count: int) -> list[tuple[list[Piece], Outcome]]:
-        return [self._finished.popleft() for _ in range(count)]
 
     def stop(self, timeout: float) -> bool:
         """End the thread after the job under way. False: it did not end, and host memory must not be freed."""
@@ -171,7 +161,7 @@ class PoolWriter:
                 if pages > _PAGES_PER_WRITE:
                     break
                 jobs.append(self._jobs.popleft())
-            self._finished.extend(zip(jobs, self._outcomes(jobs), strict=True))
+            self.finished.extend(zip(jobs, self._outcomes(jobs), strict=True))
         return math.inf
 
     def _outcomes(self, jobs: list[list[Piece]]) -> list[Outcome]:
@@ -414,7 +404,7 @@ class DecodeWriter:
         self._offload.start_copies()
         milliseconds = int((time.monotonic() - self._started) * 1000)
         copied, refused, written, self._now = self._agreed(
-            [*self._offload.copies_ended(), self._writer.finished_jobs, milliseconds]
+            [*self._offload.copies_ended(), len(self._writer.finished), milliseconds]
         )
         # First what the ranks agree about once more: no error of one rank comes in between.
         if written:
@@ -480,7 +470,7 @@ class DecodeWriter:
         return []
 
     def _writes_ended(self, count: int) -> None:
-        finished = self._writer.take_finished(count)
+        finished = [self._writer.finished.popleft() for _ in range(count)]
         outcomes = self._agreed([outcome for _, outcome in finished])
         for (run, _), outcome in zip(finished, outcomes, strict=True):
             continuation = run[0].continuation

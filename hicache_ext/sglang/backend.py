@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
@@ -28,7 +26,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from hicache_ext.page.identity import page_hash_bytes
-from hicache_ext.runtime.metrics import TransferSamples
 from hicache_ext.sglang.host_pool import AnyPages
 from hicache_ext.sglang.lifecycle import BackendLifecycle, answering, name_of
 from hicache_ext.sglang.releases import hit_policy
@@ -75,7 +72,7 @@ class HiCacheExtBackend(BackendLifecycle):
     # -- existence -------------------------------------------------------------------------------------------------
 
     @answering(lambda *_, **__: 0)
-    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+    def batch_exists(self, keys: list[str]) -> int:
         if self.served.closed or not keys:
             return 0
         pool = self.served.usable(KV)
@@ -96,12 +93,7 @@ class HiCacheExtBackend(BackendLifecycle):
         )
 
     @answering(lambda *_, **__: PoolTransferResult(0, {}, []))
-    def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
+    def batch_exists_v2(self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None) -> PoolTransferResult:
         if self.served.unavailable or not keys:
             return PoolTransferResult(0, {}, [])
         kv = self.served.bound.get(KV)
@@ -168,23 +160,15 @@ class HiCacheExtBackend(BackendLifecycle):
     # -- v1 and v2: pages of host pools ----------------------------------------------------------------------------
 
     @answering(all_false)
-    def batch_get_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> list[bool]:
-        return self._moved(self.served.usable(KV), keys, host_indices, self._read, self._prefetched)
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
+        return self._moved(self.served.usable(KV), keys, host_indices, "read")
 
     @answering(all_false)
     def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         self._follow_owners(extra_info, keys)
-        return self._moved(self.served.usable(KV), keys, host_indices, self._write, self._backed_up)
+        return self._moved(self.served.usable(KV), keys, host_indices, "write")
 
     @staticmethod
     def _follow_owners(extra_info: HiCacheStorageExtraInfo | None, keys: Sequence[str]) -> None:
@@ -193,10 +177,8 @@ class HiCacheExtBackend(BackendLifecycle):
             owners.follow(getattr(extra_info, "prefix_keys", None), keys)
 
     @answering(transfers_false)
-    def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[Any, list[bool]]:
-        return self._move_transfers(transfers, self._read, self._prefetched)
+    def batch_get_v2(self, transfers: list[PoolTransfer]) -> dict[Any, list[bool]]:
+        return self._move_transfers(transfers, "read")
 
     @answering(transfers_false)
     def batch_set_v2(
@@ -204,43 +186,30 @@ class HiCacheExtBackend(BackendLifecycle):
     ) -> dict[Any, list[bool]]:
         for transfer in transfers:
             self._follow_owners(extra_info, getattr(transfer, "keys", None) or ())
-        return self._move_transfers(transfers, self._write, self._backed_up)
+        return self._move_transfers(transfers, "write")
 
-    def _move_transfers(
-        self, transfers: list[PoolTransfer], move: Move, samples: TransferSamples
-    ) -> dict[Any, list[bool]]:
-        moved = [(answered_name(transfer), self._move_transfer(transfer, move, samples)) for transfer in transfers]
+    def _move_transfers(self, transfers: list[PoolTransfer], move: Move) -> dict[Any, list[bool]]:
+        moved = [(answered_name(transfer), self._move_transfer(transfer, move)) for transfer in transfers]
         return {name: pages for name, pages in moved if name is not None}
 
     @answering(transfer_false)
-    def _move_transfer(self, transfer: PoolTransfer, move: Move, samples: TransferSamples) -> list[bool]:
+    def _move_transfer(self, transfer: PoolTransfer, move: Move) -> list[bool]:
         """Never raises by itself: the other transfers of the call are answered with what became of them."""
         pool = self.served.usable(name_of(transfer.name))
-        return self._moved(pool, transfer.keys or [], transfer.host_indices, move, samples)
+        return self._moved(pool, transfer.keys or [], transfer.host_indices, move)
 
     def _moved(
-        self,
-        pool: BoundPool | None,
-        keys: Sequence[str],
-        host_indices: torch.Tensor | None,
-        move: Move,
-        samples: TransferSamples,
+        self, pool: BoundPool | None, keys: Sequence[str], host_indices: torch.Tensor | None, move: Move
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; which of them went well."""
         if pool is None:
             return [False] * len(keys)
         if pool.pages is None:
             return [True] * len(keys)
-        return went_well(self._timed(pool, pool.pages, keys, host_indices, move, samples))
+        return went_well(self._timed(pool, pool.pages, keys, host_indices, move))
 
     def _timed(
-        self,
-        pool: BoundPool,
-        pages: AnyPages,
-        keys: Sequence[str],
-        host_indices: torch.Tensor | None,
-        move: Move,
-        samples: TransferSamples,
+        self, pool: BoundPool, pages: AnyPages, keys: Sequence[str], host_indices: torch.Tensor | None, move: Move
     ) -> list[Any]:
         """Move the sound pages of a call: the worst result of each page's parts, None for one that is not sound."""
         numbers, sound = pages.page_numbers(host_indices, len(keys))
@@ -252,7 +221,12 @@ class HiCacheExtBackend(BackendLifecycle):
             numbers, sound_keys = numbers[sound], [key for key, is_sound in zip(keys, sound, strict=True) if is_sound]
         started = time.perf_counter()
         of_first = PageKeys.of_hashes(pool.digests[0], sound_keys)
-        results = move(pages, [of_first.under(digest) for digest in pool.digests], numbers)
+        of_parts = [of_first.under(digest) for digest in pool.digests]
+        results: list[Any]
+        if move == "read":
+            samples, results = self._prefetched, [*pages.read(of_parts, numbers, self._store.get)]
+        else:
+            samples, results = self._backed_up, [*pages.write(of_parts, numbers, self._store.set)]
         seconds = time.perf_counter() - started
         if pages.parts > 1:
             parts = (results[first : first + pages.parts] for first in range(0, len(results), pages.parts))
@@ -263,24 +237,18 @@ class HiCacheExtBackend(BackendLifecycle):
         found = iter(results)
         return [next(found) if is_sound else None for is_sound in sound]
 
-    def _read(self, pages: AnyPages, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64]) -> list[GetResult]:
-        return pages.read(keys, numbers, self._store.get)
-
-    def _write(self, pages: AnyPages, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64]) -> list[SetResult]:
-        return pages.write(keys, numbers, self._store.set)
-
     # -- the external linker (linker.py) ---------------------------------------------------------------------------
 
     @answering(lambda *_, **__: False)
     def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Read pages into a host pool; whether all of them are there."""
-        return all(self._moved(pool, keys, host_indices, self._read, self._prefetched))
+        return all(self._moved(pool, keys, host_indices, "read"))
 
     @answering(lambda *_, **__: False)
     def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Store pages of a host pool; whether all of them can be read from now on, or are not worth it."""
         self._follow_owners(None, keys)
-        return all(self._moved(pool, keys, host_indices, self._write, self._backed_up))
+        return all(self._moved(pool, keys, host_indices, "write"))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
@@ -296,7 +264,7 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self.served.usable(name)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
-        results = self._timed(pool, pool.pages, keys, host_indices, self._write, self._backed_up)
+        results = self._timed(pool, pool.pages, keys, host_indices, "write")
         return [SetResult.ERROR if result is None else result for result in results]
 
     # -- generic calls ---------------------------------------------------------------------------------------------
@@ -318,9 +286,9 @@ class HiCacheExtBackend(BackendLifecycle):
         return False
 
 
-Move = Callable[[AnyPages, Sequence[PageKeys], npt.NDArray[np.int64]], list[Any]]
-"""To read or to write pages, given the keys of each of their parts and their places in the host pool. It raises what
-the store raises after its close, and what a pool raises that is copied."""
+Move = Literal["read", "write"]
+"""Between the store and a host pool. It raises what the store raises after its close, and what a pool raises that is
+copied."""
 
 _MOVED = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
 _WENT_WELL = (*_MOVED, SetResult.REFUSED)

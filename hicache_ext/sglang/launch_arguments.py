@@ -321,38 +321,33 @@ def read_launch_facts() -> LaunchFacts:
     try:
         from sglang.srt.runtime_context import get_server_args
 
-        if get_server_args() is None:
-            return LaunchFacts()
+        arguments = get_server_args()
     except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
         logger.debug("no server arguments: %s", error)
+        arguments = None
+    if arguments is None:
         return LaunchFacts()
     try:
-        return _facts_of_server()
+        draft = resolved("speculative_draft_model_path")
+        given = given_arguments(arguments)
+        return LaunchFacts(
+            model_path=resolved("model_path"),
+            revision=resolved("revision"),
+            load_format=str(resolved("load_format") or "auto"),
+            draft_load_format=resolved("speculative_draft_load_format"),
+            weights_from_elsewhere=tuple(_weights_from_elsewhere(resolved("model_path"), draft)),
+            drafts=((draft, resolved("speculative_draft_model_revision")),) if draft else (),
+            lora=bool(resolved("enable_lora")),
+            kv_cache_dtype=_kv_cache_dtype(_target_runner()) or resolved("kv_cache_dtype"),
+            compute=_compute(given),
+            unknown_arguments=unknown(given),
+            role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
+            parts_of_pages=bool(resolved("enable_kv_cache_sharding") or resolved("enable_dsa_cache_layer_split")),
+            role_may_change=bool(resolved("enable_pd_role_switch")),
+            config_file=_config_file(),
+        )
     except Exception as error:
         raise UnsupportedError("this SGLang", f"its launch arguments cannot be read ({error})") from error
-
-
-def _facts_of_server() -> LaunchFacts:
-    draft = resolved("speculative_draft_model_path")
-    from sglang.srt.runtime_context import get_server_args
-
-    given = given_arguments(get_server_args())
-    return LaunchFacts(
-        model_path=resolved("model_path"),
-        revision=resolved("revision"),
-        load_format=str(resolved("load_format") or "auto"),
-        draft_load_format=resolved("speculative_draft_load_format"),
-        weights_from_elsewhere=tuple(_weights_from_elsewhere(resolved("model_path"), draft)),
-        drafts=((draft, resolved("speculative_draft_model_revision")),) if draft else (),
-        lora=bool(resolved("enable_lora")),
-        kv_cache_dtype=_kv_cache_dtype(_target_runner()) or resolved("kv_cache_dtype"),
-        compute=_compute(given),
-        unknown_arguments=unknown(given),
-        role=_ROLES.get(str(resolved("disaggregation_mode")), "both"),
-        parts_of_pages=bool(resolved("enable_kv_cache_sharding") or resolved("enable_dsa_cache_layer_split")),
-        role_may_change=bool(resolved("enable_pd_role_switch")),
-        config_file=_config_file(),
-    )
 
 
 def uses_storage() -> bool:

@@ -95,7 +95,8 @@ def answering(otherwise: Callable[..., Any]) -> Callable[[_Method], _Method]:
     """Make a method that SGLang calls never raise: ``otherwise(*arguments)`` is its answer to any trouble, and
     ``otherwise()`` where nothing can be told from the arguments. Its object's ``report_failure`` is told.
 
-    Arguments that the method does not have are ignored: a later SGLang may hand over more (used_names.py warns of it).
+    Arguments that the method does not have are ignored: SGLang hands over some that nobody here needs, and a later one
+    may hand over more (used_names.py warns of it).
     """
 
     def decorate(method: _Method) -> _Method:

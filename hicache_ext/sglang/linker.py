@@ -172,7 +172,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         What a rank meets alone is caught inside: the ranks would wait for its vote. Only what SGLang hands to all of
         them alike may end the call before.
         """
-        pages = self._pages(transfers)
+        pages = pages_of(transfers, self._staging.page_sizes)
         if not pages:
             return False
         read = self._load_here(rid, pages)
@@ -267,7 +267,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: False)
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        pages = self._pages(transfers)
+        pages = pages_of(transfers, self._staging.page_sizes)
         # All ranks answer alike, whatever happens to their pages: SGLang counts what is under way on each.
         if not any(some.source == KV for some in pages):
             return False
@@ -331,12 +331,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         for name, reason in self._backend.served.unserved.items():
             raise UnsupportedError(f"pool {name!r} of this model", reason)
         page_size = self._staging.page_sizes[KV]
-        tokens = self._staging.most_pages(KV) * page_size
+        tokens = self._staging.limits[KV] * page_size
         self._backend.warn_of_sizes(page_size, tokens, "staging memory", "hicache_ext.linker.staging")
-
-    @answering(lambda *_, **__: [])
-    def _pages(self, transfers: list[PoolTransfer]) -> list[Pages]:
-        return pages_of(transfers, self._staging.page_sizes)
 
     def _pools_written(self, pages: Sequence[Pages]) -> dict[str, BoundPool] | None:
         """The pools that this rank writes, as they are now: their pages are of these weights, whenever they are stored.
@@ -416,7 +412,7 @@ class Offloads:
         """Whether these pages may be handed over now; alike on all ranks. Something always may when nothing is."""
         with self._lock:
             taken = sum((job.counts for job in self._handed_over), _counts(pages))
-            fits = all(count <= self._staging.most_pages(source) for source, count in taken.items())
+            fits = all(count <= self._staging.limits[source] for source, count in taken.items())
             return fits or not self._handed_over
 
     def offload(self, pages: Sequence[Pages], pools: dict[str, BoundPool] | None, events: Sequence[Any]) -> None:

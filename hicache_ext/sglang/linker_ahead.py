@@ -301,7 +301,7 @@ class ReadAhead:
     def _fits(self, request: _Request, length: int) -> bool:
         """Whether empty staging memory has room for a prefix, and for what lies beside its end."""
         return all(
-            (length if source == KV else min(length, pages)) <= self._staging.most_pages(source)
+            (length if source == KV else min(length, pages)) <= self._staging.limits[source]
             for source, pages in request.asked.items()
         )
 

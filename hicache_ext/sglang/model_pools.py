@@ -180,7 +180,13 @@ class Portion:
     _held: bool = field(default=True)
 
     def release(self) -> None:
-        self.staging.give_back(self)
+        staging, source = self.staging, self.pages.source
+        with staging.changed:
+            if self._held:
+                self._held = False
+                staging.free(source, self.memory)
+                staging.used[self.side, source] -= self.memory.numel() // staging.page_sizes[source]
+                staging.changed.notify_all()
 
     def read(self, reader: HiCacheExtBackend) -> bool:
         """Fill it with stored pages of all its pools; whether all of them are there. Where not, it is released."""
@@ -221,17 +227,19 @@ class Staging(ModelPools):
         with _small_pools(params, size):
             super().__init__(params, components)
         self.layers: int = self.controller.transfer_layer_id_max
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """Around ``used``, and told when some of it is given back."""
         self._copying = threading.Lock()
-        self._limits: dict[str, int] = {}
-        self._used: dict[tuple[Side, str], int] = {}
+        self.limits: dict[str, int] = {}
+        """Component -> the pages that each direction has, at most."""
+        self.used: dict[tuple[Side, str], int] = {}
         for source, page_size in self.page_sizes.items():
             pages = int(self.host_pools[source].available_size()) // page_size
             if pages < _LEAST_PAGES:
                 least = f"pool {source!r} gets {pages} pages of it, and needs {_LEAST_PAGES}"
                 raise UnsupportedError("this staging memory", least, "set hicache_ext.linker.staging to more")
-            self._limits[source] = pages // 2
-            self._used["load", source] = self._used["offload", source] = 0
+            self.limits[source] = pages // 2
+            self.used["load", source] = self.used["offload", source] = 0
         self._module = torch.get_device_module(self.controller.device)
         self._device = self._module.current_device()
         self._stream = self._module.Stream()
@@ -240,38 +248,24 @@ class Staging(ModelPools):
 
     def portion_pages(self, source: str) -> int:
         """Pages that pass at once; two portions fit into each direction's half."""
-        return max(1, min(PORTION_PAGES, self._limits[source] // 2))
-
-    def most_pages(self, source: str) -> int:
-        """Of each direction."""
-        return self._limits[source]
+        return max(1, min(PORTION_PAGES, self.limits[source] // 2))
 
     def take(self, side: Side, pages: Pages, seconds: float) -> Portion | None:
         """Memory for these pages, waiting for it; None where none becomes free."""
         count = len(pages.keys)
-        with self._changed:
+        with self.changed:
             place = (side, pages.source)
-            if not self._changed.wait_for(lambda: self._used[place] + count <= self._limits[pages.source], seconds):
+            if not self.changed.wait_for(lambda: self.used[place] + count <= self.limits[pages.source], seconds):
                 return None
             indices = self.alloc(pages.source, count)
             if indices is None:
                 return None
-            self._used[place] += count
+            self.used[place] += count
         return Portion(pages, side, self, indices, indices)
 
-    def give_back(self, portion: Portion) -> None:
-        with self._changed:
-            if not portion._held:
-                return
-            portion._held = False
-            source = portion.pages.source
-            self.free(source, portion.memory)
-            self._used[portion.side, source] -= portion.memory.numel() // self.page_sizes[source]
-            self._changed.notify_all()
-
     def pages_in_use(self, side: Side) -> int:
-        with self._changed:
-            return sum(used for (of, _), used in self._used.items() if of == side)
+        with self.changed:
+            return sum(used for (of, _), used in self.used.items() if of == side)
 
     def destroy(self) -> None:
         """Give the memory back to the system; nothing may use it any more."""

@@ -51,17 +51,14 @@ def not_in_force(features: Collection[Feature] = HOOKED) -> dict[Feature, str]:
     return found
 
 
-def wants(feature: Feature) -> bool:
-    """Return whether this machine has use for a feature."""
-    if feature is not COPIES:
-        return True
-    from hicache_ext.sglang import kernel_hooks
-
-    return kernel_hooks.wants_hooks()
-
-
 def _wanted(features: Collection[Feature]) -> list[Use]:
-    wanted = {feature for feature in features if wants(feature)}
+    """Return the hooks that this release and this machine have use for."""
+    wanted = set(features)
+    if COPIES in wanted:
+        from hicache_ext.sglang import kernel_hooks
+
+        if not kernel_hooks.wants_hooks():
+            wanted.remove(COPIES)
     release = installed_release()
     return [hook for hook in HOOKS if wanted.issuperset(hook.features) and belongs_to(release, hook)]
 

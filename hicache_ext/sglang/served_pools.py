@@ -91,15 +91,13 @@ class ServedPools:
         """Begin to identify the weights, where that is to be done."""
         known = weakref.WeakMethod(self._weights_known)  # threads that read files keep no backend alive
 
-        weights = self.weights
-
         def one_done() -> None:
-            if all(model.done.is_set() for model in weights) and (call := known()) is not None:
+            if (call := known()) is not None:
                 call()
 
-        for model in weights:
+        for model in self.weights:
             model.start(records_directory(self._config))
-        for model in weights:
+        for model in self.weights:
             model.when_done(one_done)
 
     @property
@@ -213,8 +211,8 @@ class ServedPools:
         logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
 
     def _weights_known(self) -> None:
-        """All weights are identified, or never will be; again when that changes [the thread that read them]."""
-        if self.closed:
+        """Some weights are identified, or never will be; again when that changes [the thread that read them]."""
+        if self.closed or not all(model.done.is_set() for model in self.weights):
             return
         with self._lock:
             # Read before the problem: one that comes up meanwhile comes with a call of its own, which waits here.

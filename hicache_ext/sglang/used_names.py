@@ -17,7 +17,7 @@ import itertools
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter
 from pathlib import Path
@@ -379,8 +379,8 @@ def _read(table: str) -> Iterator[Use]:
         since, before, may_go, names, takes, arrow, ours = found.groups(default="")
         answered = bool(arrow) and found[5] is not None
         for used in names.split() if ours else [names]:
-            use = Use(f"sglang.srt.{owner}", tuple(used.split()), features, tuple(takes.split()), answered, since)
-            yield replace(use, may_go=bool(may_go), before=before, hook=ours)
+            named, taken = tuple(used.split()), tuple(takes.split())
+            yield Use(f"sglang.srt.{owner}", named, features, taken, answered, since, ours, bool(may_go), before)
 
 
 USED: tuple[Use, ...] = tuple(_read(_TABLE))

@@ -15,8 +15,17 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 
 prepare_process()
 
-from hicache_ext.sglang import plugin  # noqa: E402
-from hicache_ext.sglang.used_names import ADAPTERS, HOOKED, HOOKS, WEIGHTS_UPDATES, Use, check_installed, features_off  # noqa: E402
+from hicache_ext.sglang import kernel_hooks, plugin  # noqa: E402
+from hicache_ext.sglang.used_names import (  # noqa: E402
+    ADAPTERS,
+    COPIES,
+    HOOKED,
+    HOOKS,
+    WEIGHTS_UPDATES,
+    Use,
+    check_installed,
+    features_off,
+)
 
 OFF = features_off(check_installed())
 """What this release cannot have."""
@@ -58,7 +67,7 @@ def test_a_feature_without_a_hook_is_told_in_one_sentence(monkeypatch: pytest.Mo
         ADAPTERS: f"the hook on {missing} is not in force (is SGLANG_PLUGINS set?): adapters cannot be told apart"
     }
     monkeypatch.setattr(plugin, "_is_hooked", lambda target: False)
-    assert set(plugin.not_in_force()) == {feature for feature in HOOKED if plugin.wants(feature)}
+    assert set(plugin.not_in_force()) == set(HOOKED) - ({COPIES} if not kernel_hooks.wants_hooks() else set())
     assert list(plugin.not_in_force([ADAPTERS])) == [ADAPTERS]
 
 

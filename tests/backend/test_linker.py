@@ -82,7 +82,7 @@ def test_staging_memory_smaller_than_the_longest_prompt_is_warned_about(
     monkeypatch.setattr(lifecycle, "read_launch_facts", lambda: dataclasses.replace(facts(), model_path="/model"))
     monkeypatch.setattr(lifecycle, "longest_prompt", lambda: longest)
     linker = open_linker(rig.mha_device(), model={"fingerprint": "these weights"}, linker={"staging": "1MiB"})
-    tokens = linker._staging.most_pages("kv") * rig.PAGE
+    tokens = linker._staging.limits["kv"] * rig.PAGE
     assert (f"staging memory holds {tokens:,} tokens of a prompt, which may have 1,048,576" in caplog.text) is warned
     assert caplog.text.count("tokens of a prompt") == int(warned)
     assert "raise hicache_ext.linker.staging" in caplog.text or not warned
@@ -121,7 +121,7 @@ def test_requests_of_one_batch_share_staging_memory(open_linker: Open) -> None:
     device = rig.mha_device()
     device.fill()
     linker = open_linker(device)
-    each = linker._staging.most_pages("kv") // 4
+    each = linker._staging.limits["kv"] // 4
     count = 4 * each
     keys, targets = rig.hashes(count), list(range(50, 50 + count))
     assert linker.offload([rig.pages(device, "kv", keys, list(range(count)))])
@@ -148,7 +148,7 @@ def test_no_more_states_are_handed_over_than_there_is_memory_for(
 
     linker = open_linker(rig.mha_device())
     offloads = linker._offloads
-    monkeypatch.setattr(offloads._staging, "_limits", {"kv": 340, "mamba": 4})
+    monkeypatch.setattr(offloads._staging, "limits", {"kv": 340, "mamba": 4})
     node = [Pages("kv", ["a"], torch.empty(0), 1), Pages("mamba", ["a"], torch.empty(0), 1)]
     assert offloads.has_room([Pages("mamba", ["a"] * 9, torch.empty(0), 1)])
     monkeypatch.setattr(offloads, "_to_gather", queue.SimpleQueue())

@@ -168,8 +168,8 @@ def test_of_a_prompt_larger_than_staging_memory_the_beginning_is_restored_and_th
 ) -> None:
     one = open_rig()
     staging = one.linker._staging
-    room = staging.most_pages("kv")
-    one.store(staging.most_pages("kv") + 6)
+    room = staging.limits["kv"]
+    one.store(staging.limits["kv"] + 6)
     request = one.request("r")
     one.wait_for(request)
     assert one.ahead("partly") == 1
@@ -189,7 +189,7 @@ def test_of_a_hybrid_prompt_larger_than_staging_memory_an_earlier_boundary_is_re
     beside: str, open_rig: Callable[..., Rig]
 ) -> None:
     one = open_rig(beside)
-    one.store(one.linker._staging.most_pages("kv") + 6)
+    one.store(one.linker._staging.limits["kv"] + 6)
     states = one.device.content(beside, [8])
     for boundary, state in ((3, 8), (len(one.keys), 9)):
         pages = [rig.pages(one.device, "kv", one.keys[:boundary], one.numbers[:boundary])]
@@ -211,7 +211,7 @@ def test_of_a_hybrid_prompt_larger_than_staging_memory_an_earlier_boundary_is_re
 
 def test_two_requests_that_do_not_fit_together_are_both_served(open_rig: Callable[..., Rig]) -> None:
     one = open_rig(load_timeout="20s")
-    most = one.linker._staging.most_pages("kv")
+    most = one.linker._staging.limits["kv"]
     one.store(most)
     requests = [one.request("a"), one.request("b", one.keys[: most - 1])]
     wait_until(lambda: one.held(*requests) != {"a", "b"})

@@ -141,7 +141,7 @@ def test_requests_that_find_no_memory_are_computed_and_no_store_is_taken_for_one
     open_rig: Callable[..., Rig],
 ) -> None:
     one = open_rig(load_timeout="2s")
-    one.store(one.linker._staging.most_pages("kv"))
+    one.store(one.linker._staging.limits["kv"])
     first = one.request("has all of it, and is not admitted")
     one.wait_for(first)
     others = [one.request(f"r{number}", one.keys[:3]) for number in range(15)]
@@ -200,7 +200,7 @@ def test_what_is_being_read_keeps_a_load_that_is_in_memory_from_nothing(
 ) -> None:
     """Others fill staging memory, and their store has not answered yet."""
     one = open_rig(load_timeout="60s")
-    most = one.linker._staging.most_pages("kv")
+    most = one.linker._staging.limits["kv"]
     one.store(most)
     ready = one.request("ready", one.keys[:2])
     one.wait_for(ready)
@@ -241,7 +241,7 @@ def test_a_policy_that_asks_for_more_or_less_of_a_prompt_is_answered_from_memory
 def test_what_lies_beside_a_prompt_that_finds_no_memory_takes_none(open_rig: Callable[..., Rig]) -> None:
     one = open_rig("mamba", load_timeout="2s")
     staging = one.linker._staging
-    count = staging.most_pages("kv")
+    count = staging.limits["kv"]
     keys = rig.hashes(count)
     one.store(count, rig.pages(one.device, "mamba", keys[-1:], [9]))
     asked = rig.transfer("mamba", keys[-1:], trailing=True)

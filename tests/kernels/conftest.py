@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine
 from hicache_ext.kernels.engine import CopyEngine, ReferenceEngine
 from hicache_ext.kernels.selection import Selector
 from hicache_ext.runtime.metrics import TierMetrics
@@ -52,7 +51,7 @@ class Rig:
     def engine(self) -> CopyEngine:
         makers: dict[str, Callable[[], CopyEngine]] = {
             "reference": ReferenceEngine,
-            "batched_dma": lambda: BatchedDmaEngine(self.gpu.driver()),
+            "batched_dma": self.gpu.engine,
             "triton": lambda: InterpretedTritonEngine(programs=3),
         }
         return makers[self.name]()

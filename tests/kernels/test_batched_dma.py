@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine, open_driver
+from hicache_ext.kernels.batched_dma import open_driver
 from hicache_ext.kernels.engine import Direction, Operation
 from hicache_ext.kernels.geometry import page_tokens
 from tests.kernels.stacks import PlainMemory, plain_memory
@@ -24,7 +24,7 @@ def load_of(memory: PlainMemory, pages: tuple[list[int], list[int]] = ([5, 1, 2]
 def test_one_call_per_layer_and_one_copy_per_run() -> None:
     memory = plain_memory(layout="layer_first")
     gpu = memory.gpu()
-    copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory), layers=range(4))
+    copy_now(gpu.engine(), load_of(memory), layers=range(4))
     assert gpu.calls == [2, 2, 2, 2]  # page 5, and pages 1 and 2 together
 
 
@@ -33,7 +33,7 @@ def test_a_write_back_is_one_call_for_all_layers() -> None:
     gpu = memory.gpu()
     load = load_of(memory)
     back_up = Operation(memory.stack, Direction.BACK_UP, load.host_indices, load.device_indices)
-    copy_now(BatchedDmaEngine(gpu.driver()), back_up)
+    copy_now(gpu.engine(), back_up)
     assert gpu.calls == [12]
 
 
@@ -42,7 +42,7 @@ def test_arrays_of_one_layer_may_be_rewritten_for_the_next() -> None:
     memory = plain_memory()
     gpu = memory.gpu()
     before = [buffer.clone() for buffer in memory.device]
-    copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory), layers=range(4))
+    copy_now(gpu.engine(), load_of(memory), layers=range(4))
     assert all(torch.equal(*pair) for pair in zip(memory.device, before, strict=True))
     gpu.synchronize()
     assert not any(torch.equal(*pair) for pair in zip(memory.device, before, strict=True))
@@ -53,14 +53,14 @@ def test_an_error_of_the_driver_is_an_error_with_its_number() -> None:
     gpu = memory.gpu()
     gpu.fail_next = 1
     with pytest.raises(CopyError, match="error 400"):
-        copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory))
+        copy_now(gpu.engine(), load_of(memory))
 
 
 def test_indices_on_the_device_are_refused_since_fetching_them_would_wait_for_the_forward_pass() -> None:
     memory = plain_memory()
     load = load_of(memory)
     on_device = Operation(memory.stack, Direction.LOAD, load.host_indices, load.device_indices.to("meta"))
-    assert BatchedDmaEngine(memory.gpu().driver()).refusal(on_device) == "indices_on_device"
+    assert memory.gpu().engine().refusal(on_device) == "indices_on_device"
 
 
 # The fake driver itself: what it is for is refusing what the real one refuses.
@@ -73,7 +73,7 @@ def test_indices_on_the_device_are_refused_since_fetching_them_would_wait_for_th
 def test_the_fake_driver_refuses_default_streams_and_capture(stream: int, capturing: bool, reason: str) -> None:
     memory = plain_memory()
     gpu = memory.gpu()
-    engine = BatchedDmaEngine(gpu.driver())
+    engine = gpu.engine()
     gpu.current_stream, gpu.capturing = stream, capturing
     with pytest.raises(CopyError):
         engine.begin(load_of(memory))(0, 1)
@@ -84,12 +84,11 @@ def test_the_fake_driver_refuses_bad_attributes_and_copies_across_registrations(
     memory = plain_memory()
     (start, size), *_ = memory.stack.registrations
     gpu = FakeGpu([(start, 100), (start + 100, size - 100)], memory.gpu().allocations)
-    driver = gpu.driver()
-    engine = BatchedDmaEngine(driver)
+    engine = gpu.engine()
     with pytest.raises(CopyError):
         # The stack believes in one registration, so the engine does not split.
         copy_now(engine, load_of(memory, ([0], [0])), layers=[0])
-    driver._attributes.source_access_order = 0
+    engine._attributes.source_access_order = 0
     with pytest.raises(CopyError):
         copy_now(engine, load_of(memory, ([5], [0])), layers=[0])
     assert gpu.refusals == ["from across the end of host memory to device", "attributes"]
@@ -101,7 +100,7 @@ def test_copies_of_a_batch_run_in_an_order_that_the_seed_decides() -> None:
         memory = plain_memory()
         gpu = memory.gpu()
         gpu.seed = seed
-        copy_now(BatchedDmaEngine(gpu.driver()), load_of(memory, (list(range(8))[::2], [1, 3, 5, 7])))
+        copy_now(gpu.engine(), load_of(memory, (list(range(8))[::2], [1, 3, 5, 7])))
         (batch,) = gpu._pending
         gpu.synchronize()
         results.append([destination - batch[0][0] for destination, *_ in batch])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hicache_ext.errors import CopyError
-from hicache_ext.kernels.batched_dma import BatchedDmaEngine
 from hicache_ext.kernels.engine import CopyEngine, Direction, Operation, ReferenceEngine, Submit
 from hicache_ext.kernels.geometry import page_tokens
 from hicache_ext.kernels.selection import Selector
@@ -43,7 +42,7 @@ def device_page(memory: PlainMemory, layer: int, page: int) -> torch.Tensor:
 
 ENGINES: dict[str, Callable[[FakeGpu], CopyEngine]] = {
     "reference": lambda _: ReferenceEngine(),
-    "batched_dma": lambda gpu: BatchedDmaEngine(gpu.driver()),
+    "batched_dma": FakeGpu.engine,
     "triton": lambda _: InterpretedTritonEngine(),
 }
 
@@ -91,7 +90,7 @@ def test_a_failing_engine_is_followed_by_the_fallback_in_the_middle_of_a_load() 
     memory = plain_memory()
     gpu = memory.gpu()
     metrics = TierMetrics("test")
-    engine = BatchedDmaEngine(gpu.driver())
+    engine = gpu.engine()
     loader = LayerwiseLoader(memory.stack, selector(engine, metrics), ReferenceEngine())
     gpu.fail_next = 1
     loader.load(page_tokens(PAGES, 4), page_tokens(SLOTS, 4))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hicache_ext.kernels.batched_dma import BATCH_TYPES, Attributes, CudaDriver
+from hicache_ext.kernels.batched_dma import BATCH_TYPES, Attributes, BatchedDmaEngine
 
 SUCCESS = 0
 INVALID_VALUE = 1
@@ -52,9 +52,9 @@ class FakeGpu:
                 ctypes.memmove(destination, source, size)
         self._pending.clear()
 
-    def driver(self) -> FakeDriver:
-        """A driver over this memory."""
-        return FakeDriver(self)
+    def engine(self) -> BatchedDmaEngine:
+        """The engine over this memory."""
+        return FakedEngine(self)
 
     def refuse(self, code: int, reason: str) -> int:
         self.refusals.append(reason)
@@ -90,8 +90,8 @@ class FakeGpu:
         return SUCCESS
 
 
-class FakeDriver(CudaDriver):
-    """The real driver class over a function of a :class:`FakeGpu`: what is tested is the real marshalling."""
+class FakedEngine(BatchedDmaEngine):
+    """The real engine over a function of a :class:`FakeGpu`: what is tested is the real marshalling."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu

@@ -14,7 +14,7 @@ from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig
 from hicache_ext.errors import CommandError, ConfigError
 from hicache_ext.page.hashes import page_hashes
-from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard
+from hicache_ext.page.identity import ModelIdentity, PageIdentity, PoolIdentity, Shard, canonical
 from hicache_ext.storage.contract.registry import open_tier
 from hicache_ext.storage.serving.prompts import warm_prompts
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
@@ -180,7 +180,9 @@ def test_a_new_node_learns_from_the_pool_alone_what_its_pages_are(shared_pool, d
     config = load_config(document).for_role("prefill")
     pool = open_tier("pool", config.tiers["pool"])
     fill(pool, identity(rank=0), identity(rank=1))
-    assert pool.identities() == {one.digest(): json.loads(one.canonical()) for one in (identity(), identity(rank=1))}
+    assert pool.identities() == {
+        one.digest(): json.loads(canonical(one.document())) for one in (identity(), identity(rank=1))
+    }
     pool.close()
     assert warm_prompts(config, [TOKENS])["fetched"] == 20
     near = read_near(tmp_path)
