@@ -30,7 +30,7 @@ from pathlib import Path
 
 from hicache_ext.errors import WeightsError
 from hicache_ext.runtime.access import make_directory, open_file
-from hicache_ext.runtime.background import once_in_background
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.file_lock import try_lock_byte
 from hicache_ext.runtime.file_systems import file_system_of
 from hicache_ext.runtime.members import boot_id
@@ -126,7 +126,7 @@ class ModelFingerprint:
             if self._started:
                 return
             self._started, self._records = True, remember_in
-        if self.problem is None and not once_in_background("hicache-weights", self._run):
+        if self.problem is None and not BackgroundLoop("hicache-weights", self._run).wake():
             self._fail("there is no thread to read it with")
         if self.problem is not None:
             self._end()

@@ -155,16 +155,3 @@ class BackgroundLoop:
         self._failures = 0
         self._logged.clear()
         return after
-
-
-def once_in_background(name: str, work: Callable[[], None]) -> bool:
-    """``work`` on a thread of its own; what it raises is logged, and it is not tried again. False when the machine has
-    no thread left."""
-
-    def step() -> None:
-        try:
-            work()
-        except Exception:
-            logger.exception("hicache_ext: %s", name)
-
-    return BackgroundLoop(name, step).wake()

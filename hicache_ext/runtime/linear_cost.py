@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 _DECAY = 0.7
 """Weight of all earlier observations against the newest: about three count, so that a slower tier is noticed."""
@@ -21,7 +20,6 @@ class LinearCost:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._last = 0.0
         self._last_point = (0.0, 0.0)
         self._last_surprise = 0
 
@@ -34,7 +32,6 @@ class LinearCost:
                 surprise = 0
             self._add(amount, seconds)
             self._last_point, self._last_surprise = (amount, seconds), surprise
-            self._last = time.monotonic()
 
     def _surprise(self, amount: float, seconds: float) -> int:
         """1: much more than expected, -1: much less, 0 otherwise."""
@@ -87,7 +84,3 @@ class LinearCost:
         variance = self._xx / self._weight - mean_x * mean_x
         covariance = self._xy / self._weight - mean_x * mean_y
         return None if variance <= 0.05 * mean_x * mean_x else max(0.0, covariance / variance)
-
-    def age(self) -> float:
-        """Seconds since the last observation; infinite before the first."""
-        return time.monotonic() - self._last if self._last else float("inf")

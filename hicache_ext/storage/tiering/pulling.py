@@ -26,7 +26,7 @@ import numpy as np
 
 from hicache_ext.config.model import PullConfig
 from hicache_ext.errors import StoreClosedError
-from hicache_ext.runtime.background import once_in_background
+from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.linear_cost import LinearCost
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.storage.contract.store import DelegatingStore, GetResult, PageBatch, PageStore
@@ -129,7 +129,8 @@ class MeasuredStore(DelegatingStore):
         super().__init__(inner)
         self.read_cost = LinearCost()
         self.look_up_cost = LinearCost()
-        self._last_probe = -float("inf")
+        self.last_measured = -float("inf")
+        """When it was read last, or a background measurement of it began (time.monotonic())."""
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         started = time.perf_counter()
@@ -139,6 +140,7 @@ class MeasuredStore(DelegatingStore):
         counted = [size for size, result in zip(batch.sizes, results, strict=True) if result in _COUNTED]
         if counted:
             self.read_cost.observe(sum(counted), seconds)
+            self.last_measured = time.monotonic()
         return results
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -160,14 +162,6 @@ class MeasuredStore(DelegatingStore):
         if asked is not None:
             asked.found[self] += found(answer)
         return answer
-
-    def probed(self) -> None:
-        """A background measurement begins."""
-        self._last_probe = time.monotonic()
-
-    def age(self) -> float:
-        """Seconds since the last measurement or attempt."""
-        return min(self.read_cost.age(), time.monotonic() - self._last_probe)
 
 
 _MARGIN = 0.1
@@ -220,7 +214,9 @@ class PullRule:
         self.metrics = TierMetrics("pull", prefix="pull_")
         self._was_too_dear = False
         self._probe_interval = PROBE_INTERVAL
-        self._probing = threading.Lock()
+        self._prober = BackgroundLoop("hicache-ext-pull-probe", self._measure_wanted)
+        self._wanted: tuple[Sequence[MeasuredStore], list[bytes], Asked]
+        """What it is to measure: tiers, keys, and the question that they are of."""
 
     @contextmanager
     def looking_up(self, pages: int, page_tokens: int, page_bytes: int, parts: int = 1) -> Iterator[Asked | None]:
@@ -308,30 +304,24 @@ class PullRule:
 
         In the background, one probe at a time. A tier without the pages has only its look-ups measured.
         """
-        stale = [tier for tier in unused if tier.age() >= self._probe_interval]
-        if not stale:
-            return
-        probed = keys(min(asked.pages, _PROBE_KEYS))
-        if not self._probing.acquire(blocking=False):
-            return
+        stale = [tier for tier in unused if time.monotonic() - tier.last_measured >= self._probe_interval]
+        if stale and not self._prober.running:
+            self._wanted = stale, keys(min(asked.pages, _PROBE_KEYS)), asked
+            self._prober.wake()
 
-        def measure() -> None:
-            try:
-                for tier in stale:
-                    self._measure(tier, probed, asked)
-            except StoreClosedError:
-                pass  # the server is closing
-            except Exception:
-                logger.exception("hicache_ext: measuring a tier")
-            finally:
-                self._probing.release()
-
-        if not once_in_background("hicache-ext-pull-probe", measure):
-            self._probing.release()
+    def _measure_wanted(self) -> None:
+        stale, keys, asked = self._wanted
+        try:
+            for tier in stale:
+                self._measure(tier, keys, asked)
+        except StoreClosedError:
+            pass  # the server is closing
+        except Exception:
+            logger.exception("hicache_ext: measuring a tier")
 
     def _measure(self, tier: MeasuredStore, keys: list[bytes], asked: Asked) -> None:
         self.metrics.add("probe", tier.name)
-        tier.probed()
+        tier.last_measured = time.monotonic()
         present = tier.count_leading(keys)
         if tier.look_up_cost.is_surprised:
             # Asked twice: two surprises discard what was learnt, so that one probe is enough to come back.

@@ -286,7 +286,7 @@ def test_one_probe_after_the_recovery_of_a_tier_is_enough_to_pull_again() -> Non
         return [bytes([number]) * 48 for number in range(count)]
 
     assert ask(rule, tier, keys) == 0
-    wait_until(lambda: len(inner.reads) == 2 and not rule._probing.locked())
+    wait_until(lambda: len(inner.reads) == 2 and not rule._prober.running)
     assert rule.metrics.value("probe", "pool") == 1
     assert ask(rule, tier, keys) == 64
 
@@ -305,7 +305,7 @@ def test_a_probe_of_a_tier_whose_look_up_alone_is_too_dear_ends_there() -> None:
         return [bytes([number]) * 48 for number in range(count)]
 
     assert ask(rule, tier, keys) == 0
-    wait_until(lambda: rule.metrics.value("probe", "pool") == 1 and not rule._probing.locked())
+    wait_until(lambda: rule.metrics.value("probe", "pool") == 1 and not rule._prober.running)
     assert inner.askers == {"hicache-ext-pull-probe"} and not inner.reads
 
 
@@ -322,7 +322,7 @@ def test_a_probe_looks_up_what_the_request_would_have_since_less_says_too_much_o
         return [bytes([number]) * 48 for number in range(count)]
 
     assert ask(rule, tier, keys) == 0
-    wait_until(lambda: len(inner.reads) == 2 and not rule._probing.locked())
+    wait_until(lambda: len(inner.reads) == 2 and not rule._prober.running)
     assert tier.look_up_cost.predict(64) == pytest.approx(0.3, rel=0.3)
 
 
