@@ -26,6 +26,7 @@ from hicache_ext.page import envelope
 from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.runtime.breaker import Breaker
+from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.threads import ThreadPool, call_within
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
@@ -114,40 +115,32 @@ class Attachment:
         self.tier = tier
         self.log = LimitedLog(logger)
         """For all parts of the tier."""
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._calls = CallGate(name)
         self._client = self.open_client()
         self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS)
-        self._under_way = 0
-        self.late = 0
-        """Calls left behind by their callers; they only touch memory of the store."""
         self._unexplained = 0
         """Late calls of which it is not known yet what they wait for."""
-        self._closed = False
         self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._registered: list[int] = []
         """Addresses of memory."""
 
-    def client(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Any]:
         """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
-        return self._lent(lambda: self._open_to_calls)
-
-    def inquiring(self) -> contextlib.AbstractContextManager[Any]:
-        """The client, for finding out what late calls wait for: None only while there is no master."""
-        return self._lent(lambda: self._master.up)
+        with self._calls:
+            yield self._client if self._open_to_calls else None
 
     @contextlib.contextmanager
-    def _lent(self, is_open: Callable[[], bool]) -> Iterator[Any]:
-        with self._condition:
-            if self._closed:
-                raise StoreClosedError(self.name)
-            client = self._client if is_open() else None
-            self._under_way += 1
-        try:
-            yield client
-        finally:
-            with self._condition:
-                self._under_way -= 1
-                self._condition.notify_all()
+    def inquiring(self) -> Iterator[Any]:
+        """The client, for finding out what late calls wait for: None only while there is no master."""
+        with self._calls:
+            yield self._client if self._master.up else None
+
+    @property
+    def late(self) -> int:
+        """Calls left behind by their callers; they only touch memory of the store."""
+        return self._threads.left_behind
 
     @property
     def _open_to_calls(self) -> bool:
@@ -155,7 +148,7 @@ class Attachment:
 
     @property
     def attached(self) -> bool:
-        return not self._closed and self._open_to_calls
+        return not self._master.closing and self._open_to_calls
 
     def report(self, code: int) -> None:
         """A call was answered with ``code``: without its master the pool is away until it answers again."""
@@ -189,10 +182,9 @@ class Attachment:
 
         def note_explained() -> None:
             nonlocal is_explained
-            with self._condition:
+            with self._lock:
                 self._unexplained -= not is_explained
                 is_explained = True
-                self._condition.notify_all()
 
         def end_late() -> None:
             try:
@@ -204,8 +196,6 @@ class Attachment:
                             self.report(code)
                     learn(answer)
             finally:
-                with self._condition:
-                    self.late -= 1
                 note_explained()
 
         try:
@@ -218,10 +208,8 @@ class Attachment:
         if scratch is not None:
             scratch.left_behind = True
         # It may end between the line above and these: both sides only add and subtract.
-        with self._condition:
-            self.late += 1
+        with self._lock:
             self._unexplained += 1
-            self._condition.notify_all()
         seconds = time.monotonic() - started
         self.log.log(logging.WARNING, "late", "hicache_ext: tier %s: no answer in %.1f s", self.name, seconds)
         if explain is not None:
@@ -242,9 +230,7 @@ class Attachment:
 
     def register(self, region: memoryview) -> None:
         """Register memory with the library, which refuses what it knows already. Raises StoreSetupError."""
-        with self._condition:
-            if self._closed:
-                raise StoreClosedError(self.name)
+        with self._calls, self._lock:
             address = address_of(region)
             if (result := self._client.register_buffer(address, region.nbytes)) != OK:
                 problem = f"{region.nbytes} bytes of memory could not be registered (code {result})"
@@ -254,9 +240,8 @@ class Attachment:
     # -- away and back ---------------------------------------------------------------------------------------------
 
     def _leave(self, reason: str) -> None:
-        with self._condition:
-            if not self._closed and self._master.trip(reason):
-                self.log.log(logging.WARNING, "master", "hicache_ext: tier %s: %s", self.name, reason)
+        if not self._master.closing and self._master.trip(reason):
+            self.log.log(logging.WARNING, "master", "hicache_ext: tier %s: %s", self.name, reason)
 
     def _try_to_return(self) -> bool:
         """Whether the master answers: a frozen one has an open port, too."""
@@ -272,17 +257,14 @@ class Attachment:
         the process.
         """
         deadline = time.monotonic() + self.tier.longest_call
-        with self._condition:
-            if self._closed:
+        with self._lock:
+            if self._master.closing:
                 return
-            self._closed = True
             self._master.close(0)
-            ended = self._condition.wait_for(
-                lambda: self._under_way == 0 and self.late == 0, deadline - time.monotonic()
-            )
+        ended = self._calls.shut_within(max(0.0, deadline - time.monotonic()))
         # It may be inside a probe or a setup.
         ended = self._master.close(max(0.0, deadline - time.monotonic())) and ended
-        self._threads.close(max(0.0, deadline - time.monotonic()))
+        ended = not self._threads.close(max(0.0, deadline - time.monotonic())) and ended
         if not ended:
             logger.warning("hicache_ext: tier %s: a call has not ended; its client stays open", self.name)
         else:
