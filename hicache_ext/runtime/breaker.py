@@ -54,7 +54,6 @@ class Breaker:
         backoff: Backoff,
         *,
         on_change: Callable[[BreakerState, str], None] = lambda state, reason: None,
-        watch: Callable[[], str | None] = lambda: None,
         slow_start: float = 0.0,
         state: BreakerState = BreakerState.CLOSED,
         clock: Callable[[], float] = time.monotonic,
@@ -63,14 +62,12 @@ class Breaker:
 
         ``backoff``: pauses between probes; the first one of an opening is longer each time a slow start failed.
         ``on_change(state, reason)`` is called after every change, under no lock, on the thread that made it.
-        ``watch``: the reason to trip, or None; asked from time to time while CLOSED, from ``begin_to_watch`` on.
         ``state``: one that begins OPEN is probed from the first question on whether it is ``up``.
         """
         self._probe = probe
         self._backoff = backoff
         self._on_change = on_change
-        self._watch = watch
-        self._watching = False
+        self._gone: Callable[[], str | None] | None = None
         self._slow_start = slow_start
         self._clock = clock
         self._lock = threading.Lock()
@@ -157,9 +154,9 @@ class Breaker:
     def _examined(self) -> None:
         """The probe of ``examine`` went well."""
 
-    def begin_to_watch(self) -> None:
-        """From now on ``watch`` is asked in the background."""
-        self._watching = True
+    def watch(self, gone: Callable[[], str | None]) -> None:
+        """From now on ``gone`` is asked in the background, while CLOSED: the reason to trip, or None."""
+        self._gone = gone
         self._loop.wake(WATCH_INTERVAL)
 
     def _is_good(self) -> bool:
@@ -206,9 +203,11 @@ class Breaker:
                         # No probe went well for as long as the first regular one is waited for: it is no hiccup.
                         self._in_doubt = False
         if left is None:
-            if self._watching and (reason := self._watch()) is not None:
+            if self._gone is None:
+                return None
+            if (reason := self._gone()) is not None:
                 self.trip(reason)
-            return WATCH_INTERVAL if self._watching else None
+            return WATCH_INTERVAL
         if left > 0:
             return left
         if self._state is BreakerState.HALF_OPEN:

@@ -76,8 +76,8 @@ def test_what_is_watched_trips_it_whenever_it_says_that_it_is_gone(monkeypatch: 
     """Also after it came back."""
     monkeypatch.setattr(breaker_module, "WATCH_INTERVAL", 0.01)
     gone: list[str] = []
-    server = Server(watch=lambda: gone[-1] if gone else None)
-    server.breaker.begin_to_watch()
+    server = Server()
+    server.breaker.watch(lambda: gone[-1] if gone else None)
     for number in range(2):
         server.answers = False
         gone.append(f"replaced {number}")

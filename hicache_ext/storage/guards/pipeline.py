@@ -119,7 +119,6 @@ class GuardedStore(DelegatingStore):
         super().__init__(inner)
         self._clock = clock
         self._sleep = sleep
-        self._closed = False
         self._reads, self._look_ups = LearntLimit(LEAST_READ, clock), LearntLimit(LEAST_READ, clock)
         self._writes = LearntLimit(LEAST_WRITE, clock)
         self._retries = plan.retries
@@ -160,7 +159,6 @@ class GuardedStore(DelegatingStore):
         return set() if self.deadline is None else self.deadline.being_written()
 
     def close(self) -> None:
-        self._closed = True
         self.breaker.close(0)
         try:
             if self.deadline is None:
@@ -174,7 +172,6 @@ class GuardedStore(DelegatingStore):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        self._check_open()
         results = self._read(batch)
         if self._budget.knows_some and results.count(GetResult.HIT) < len(results):
             gone = [key for key, result in zip(batch.keys, results, strict=True) if result is not GetResult.HIT]
@@ -217,7 +214,7 @@ class GuardedStore(DelegatingStore):
             self._budget.forget()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.breaker.closing:
             raise StoreClosedError(self.name)
 
     # -- calls: what is asked of the store -----------------------------------------------------------------------------

@@ -490,7 +490,7 @@ class SpreadStore:
     def _part(self, number: int, path: Path, first_probe: float) -> _Part:
         part, name, backoff = _Part(path), f"hicache-{self.name}-paths", Backoff(first_probe, _LONGEST_PAUSE)
         probe, changed = partial(self._try_again, number), partial(self._changed, number)
-        part.breaker = Breaker(name, probe, backoff, on_change=changed, watch=part.why_replaced)
+        part.breaker = Breaker(name, probe, backoff, on_change=changed)
         return part
 
     def _open_all(self) -> None:
@@ -508,7 +508,7 @@ class SpreadStore:
         for number, refusal in broken:
             self._parts[number].breaker.trip(refusal.reason)
         for part in self._parts:
-            part.breaker.begin_to_watch()
+            part.breaker.watch(part.why_replaced)
 
     def _changed(self, number: int, state: BreakerState, reason: str) -> None:
         part = self._parts[number]
