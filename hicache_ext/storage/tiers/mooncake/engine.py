@@ -119,7 +119,7 @@ class Attachment:
         self._calls = CallGate(name)
         self._client = self.open_client()
         self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS)
-        self._unexplained = 0
+        self._unexplained: set[Callable[[], object]] = set()
         """Late calls of which it is not known yet what they wait for."""
         self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._registered: list[int] = []
@@ -144,7 +144,7 @@ class Attachment:
 
     @property
     def _open_to_calls(self) -> bool:
-        return self._unexplained == 0 and self.late < _MOST_LATE and self._master.up
+        return not self._unexplained and self.late < _MOST_LATE and self._master.up
 
     @property
     def attached(self) -> bool:
@@ -174,17 +174,10 @@ class Attachment:
         started = time.monotonic()
         if started >= deadline:
             return None
-        is_explained = False
 
         def run() -> Answer:
             answers.append(call())
             return answers[0]
-
-        def note_explained() -> None:
-            nonlocal is_explained
-            with self._lock:
-                self._unexplained -= not is_explained
-                is_explained = True
 
         def end_late() -> None:
             try:
@@ -196,7 +189,7 @@ class Attachment:
                             self.report(code)
                     learn(answer)
             finally:
-                note_explained()
+                self._unexplained.discard(run)
 
         try:
             under_way = self._threads.start(run, end_late)
@@ -207,15 +200,16 @@ class Attachment:
             return under_way.result()
         if scratch is not None:
             scratch.left_behind = True
-        # It may end between the line above and these: both sides only add and subtract.
-        with self._lock:
-            self._unexplained += 1
+        self._unexplained.add(run)
+        if under_way.ended:
+            # Before the line above, perhaps, and then nobody else does.
+            self._unexplained.discard(run)
         seconds = time.monotonic() - started
         self.log.log(logging.WARNING, "late", "hicache_ext: tier %s: no answer in %.1f s", self.name, seconds)
         if explain is not None:
             # Without a thread: when it ends.
             with contextlib.suppress(RuntimeError):
-                self._threads.start(lambda: note_explained() if explain() else None)
+                self._threads.start(lambda: self._unexplained.discard(run) if explain() else None)
         return None
 
     def master_answers(self) -> bool:
