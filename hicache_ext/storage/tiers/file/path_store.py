@@ -30,7 +30,6 @@ import numpy.typing as npt
 
 from hicache_ext.errors import StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop, Backoff
-from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.storage.contract.base import TierStore
@@ -58,8 +57,6 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_SPACE_PAUSES = Backoff(1.0, 300.0)
 """Seconds for which a disk that is full is not asked for more: pages take the place of cold ones meanwhile, or, where
 others take what that frees, are not written. Longer each time that it has no space again."""
-_NO_SPACE_SAID = 600.0
-"""Seconds between two lines of the log about it."""
 
 
 _CAPACITIES = ("half", "capacity", "twice", "four_times")
@@ -129,8 +126,6 @@ class PathStore(TierStore):
         self._ttl = ttl
         self._trouble = trouble
         self._clearing = Clearing(name)
-        self._space_log = LimitedLog(logger, _NO_SPACE_SAID)
-        self._bad_log = LimitedLog(logger)
         self._resources = ExitStack()
         """What ``_open`` opened; closed last."""
         self._bad_found = 0
@@ -315,10 +310,10 @@ class PathStore(TierStore):
         if error is not None:
             words = "tier %s: no space left for %s below its capacity (%s): new pages take the place of cold ones"
             told = self.name, self._path, error.strerror or error
-            self._space_log.log(logging.WARNING, "full", words, *told)
+            self._failing_log.log(logging.WARNING, "full", words, *told)
         elif since:
             words = "tier %s: %s has space again, after %.0f s"
-            self._space_log.log(logging.WARNING, "space", words, self.name, self._path, max(0, now - since))
+            self._failing_log.log(logging.WARNING, "space", words, self.name, self._path, max(0, now - since))
         return True
 
     def _count_error(self, error: OSError) -> None:

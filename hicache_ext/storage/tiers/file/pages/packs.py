@@ -533,9 +533,7 @@ class PageFiles(PathStore):
                 known.index.forget_pages(pack.id, place.mask)
         else:
             self._unreadable.discard((key, pack.id))
-            self._bad_log.log(
-                logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self.name, what, reason
-            )
+            self._log.log(logging.WARNING, "bad", "tier %s: %s was bad (%s) and is removed", self.name, what, reason)
         if not is_alone(pack):
             self._look_over((identity, pack))
         return is_gone

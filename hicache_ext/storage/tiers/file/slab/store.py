@@ -291,7 +291,7 @@ class SlabStore(PathStore):
             return False
         self.metrics.add("corrupt", reason)
         words = "tier %s: page %s was bad (%s) and is removed"
-        self._bad_log.log(logging.WARNING, "bad", words, self.name, key.hex(), reason)
+        self._log.log(logging.WARNING, "bad", words, self.name, key.hex(), reason)
         self._look_over(page.slab)
         return True
 
