@@ -82,9 +82,6 @@ class Cleared:
     def has(self, digest: bytes) -> bool:
         return self.digests is None or digest in self.digests
 
-    def _hides(self, key: bytes, part: Hashable) -> bool:
-        return key not in self._kept and self._concerns(key, part)
-
     def _concerns(self, key: bytes, part: Hashable) -> bool:
         return self.has(key[:IDENTITY_LENGTH]) and part not in self._finished
 
@@ -134,7 +131,7 @@ class Clearing:
             return False
         with self._changed:
             part = self._part_of(key)
-            return any(cleared._hides(key, part) for cleared in self._waiting)
+            return any(key not in cleared._kept and cleared._concerns(key, part) for cleared in self._waiting)
 
     @contextmanager
     def writing(self, keys: Collection[bytes], deadline: float = math.inf) -> Iterator[Writing]:
