@@ -126,7 +126,7 @@ def page_seal(key: bytes, payload_length: int, segments: Segments) -> bytes:
 
 
 def seal_of(fields: Buffer) -> bytes:
-    """The ``page_seal`` of the page with this header, which is valid (``decode_header``) and has 128 bytes."""
+    """The ``page_seal`` of the page with this header; of other bytes that of no page."""
     return xxhash.xxh3_128_digest(fields[:_SEALED_LENGTH])
 
 

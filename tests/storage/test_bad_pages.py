@@ -30,7 +30,7 @@ def bad(key: bytes) -> bytes:
 
 
 class Pool:
-    """``Medium`` over a dict; ``path`` is what happens to bytes on their way."""
+    """A ``PoolStore``, as far as it is asked, over a dict; ``path`` is what happens to bytes on their way."""
 
     def __init__(self) -> None:
         self.objects: dict[bytes, bytes] = {}

@@ -7,7 +7,7 @@ this process, and a thread examines it:
 1. It reads the object again, over a new connection, into other memory, cut at other places. If this copy is the page,
    the stored copy is good, and the damage happened on the way.
 2. Only when two such reads found the same bad bytes, it removes the object; where the server can compare, only if the
-   server's copy has those bytes (``Medium.remove_bad``). Damage on the way mostly differs from read to read.
+   server's copy has those bytes (``PoolStore.remove_bad``). Damage on the way mostly differs from read to read.
 3. At most ``MOST_REMOVED`` a minute. More are an incident for a person, and more likely a fault of this reader than of
    the pool: removal pauses, with an error in the log, and goes on later.
 
@@ -18,14 +18,15 @@ Measurements, and what was tried: docs/decisions/removing-bad-pages.md.
 
 from __future__ import annotations
 
+import abc
 import enum
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -34,6 +35,8 @@ from hicache_ext.page import envelope
 from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.runtime.log_limit import LimitedLog
 from hicache_ext.runtime.metrics import TierMetrics
+from hicache_ext.storage.contract.base import TierStore
+from hicache_ext.storage.contract.clearing import Clearing
 
 logger = logging.getLogger(__name__)
 
@@ -90,24 +93,6 @@ class Verdict(enum.Enum):
         return self in (Verdict.REMOVED, Verdict.GONE)
 
 
-class Medium(Protocol):
-    """What the store of a tier provides. Called on the thread of ``BadPages``, and by ``remove_copies`` at the same
-    time; never with memory of a batch."""
-
-    def read_again(self, key: bytes, most: int) -> Stored | None:
-        """The object, or its first ``most`` bytes, over a connection of its own and into memory of its own.
-
-        None when there is none. Bounded by the tier's timeout. Raises NotReadError.
-        """
-
-    def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
-        """Remove the object if it still is ``bad``, by the server's comparison where it can: REMOVED, or DENIED; None
-        where it is another object by now, or gone. Raises NotReadError."""
-
-
-_CLEARS = frozenset({Verdict.GOOD, Verdict.GONE, Verdict.REMOVED})
-
-
 @dataclass(slots=True)
 class _Suspect:
     key: bytes
@@ -161,7 +146,7 @@ class BadPages:
     """The suspects of one tier. Threads: any; no call but ``settle``, ``wait`` and ``close`` waits for anything."""
 
     def __init__(
-        self, tier: str, metrics: TierMetrics, medium: Medium, clock: Callable[[], float] = time.monotonic
+        self, tier: str, metrics: TierMetrics, medium: PoolStore, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._tier = tier
         self._metrics = metrics
@@ -240,18 +225,6 @@ class BadPages:
                 suspect.wanted -= 1
             return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in asked}
 
-    def remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        """``RemovesCopies``: pages that are whole and all the same not to be served. Asks the medium on this thread."""
-        removed = 0
-        for key, copy in copies.items():
-            try:
-                stored = self._medium.read_again(key, LONGEST_EXAMINED)
-                if stored is not None and _page_seal(stored) == copy:
-                    removed += self._medium.remove_bad(key, stored) is Verdict.REMOVED
-            except NotReadError as error:
-                logger.debug("tier %s: page %s could not be removed: %s", self._tier, key.hex(), error)
-        return removed
-
     def wait(self, timeout: float) -> bool:
         """Wait until all suspects are examined; for tools and tests."""
         with self._changed:
@@ -303,7 +276,7 @@ class BadPages:
         with self._changed:
             suspect.verdict = verdict
             suspect.judged = self._clock()
-            if verdict in _CLEARS and self._suspects.get(suspect.key) is suspect:
+            if (verdict.free or verdict is Verdict.GOOD) and self._suspects.get(suspect.key) is suspect:
                 del self._suspects[suspect.key]
             self._changed.notify_all()
             if any(s.wanted and s.verdict is None for s in self._suspects.values()):
@@ -378,13 +351,51 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
     return None if page.header_length + page.payload_length == stored.length else "payload_length"
 
 
-def _page_seal(stored: Stored) -> bytes | None:
-    """The ``envelope.page_seal`` of a page by its header; None of what has none."""
-    try:
-        envelope.decode_header(stored.data[: envelope.FIELDS_LENGTH])
-    except FormatError:
-        return None
-    return envelope.seal_of(stored.data)
+class PoolStore(TierStore):
+    """A TierStore of a medium that several servers reach over a network: what is cleared there is hidden and swept
+    (clearing.py), and a page that arrived damaged is removed as this module says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._clearing = Clearing(name, self._part_of)
+        self._bad_pages = BadPages(name, self.metrics, self)
+
+    def _part_of(self, key: bytes) -> Hashable:
+        """As of ``Clearing``."""
+
+    # Both are called on the thread of ``BadPages``, and by ``remove_copies`` at the same time; never with memory of a
+    # batch.
+
+    @abc.abstractmethod
+    def read_again(self, key: bytes, most: int) -> Stored | None:
+        """The object, or its first ``most`` bytes, over a connection of its own and into memory of its own.
+
+        None when there is none. Bounded by the tier's timeout. Raises NotReadError.
+        """
+
+    @abc.abstractmethod
+    def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
+        """Remove the object if it still is ``bad``, by the server's comparison where it can: REMOVED, or DENIED; None
+        where it is another object by now, or gone. Raises NotReadError."""
+
+    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
+        removed = 0
+        for key, copy in copies.items():
+            try:
+                stored = self.read_again(key, LONGEST_EXAMINED)
+                if stored is not None and envelope.seal_of(stored.data) == copy:
+                    removed += self.remove_bad(key, stored) is Verdict.REMOVED
+            except NotReadError as error:
+                logger.debug("tier %s: page %s could not be removed: %s", self.name, key.hex(), error)
+        return removed
+
+    def wait_until_cleared(self, timeout: float) -> bool:
+        """Wait for the removal of what was cleared; for tools and tests."""
+        return self._clearing.wait(timeout)
+
+    def wait_until_examined(self, timeout: float) -> bool:
+        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        return self._bad_pages.wait(timeout)
 
 
 def cut(length: int, at: float) -> Sequence[tuple[int, int]]:

@@ -36,6 +36,8 @@ class Cleared:
     """One clear(): the identities (None: all), and how far the removal is."""
 
     digests: frozenset[bytes] | None
+    sweep: Callable[[Cleared], None]
+    """Raises ClearLaterError. Ends early, and then not well, only when the store is closing."""
     found: set[bytes] = field(default_factory=set)
     """Identities that had pages, as far as they were met."""
     closing: bool = False
@@ -46,7 +48,7 @@ class Cleared:
     _writing: set[bytes] = field(default_factory=set)
     """Pages under way."""
     _removing: frozenset[bytes] = frozenset()
-    """Pages in the removal under way: a writer of one waits for it."""
+    """Pages in the removal under way: a writer of one waits until it has ended."""
     _finished: set[Hashable] = field(default_factory=set)
     _skipped: bool = False
     """Pages under way were left out of the sweep."""
@@ -80,15 +82,8 @@ class Cleared:
     def has(self, digest: bytes) -> bool:
         return self.digests is None or digest in self.digests
 
-    def _hides(self, key: bytes, part: Hashable) -> bool:
-        return key not in self._kept and self._concerns(key, part)
-
     def _concerns(self, key: bytes, part: Hashable) -> bool:
         return self.has(key[:IDENTITY_LENGTH]) and part not in self._finished
-
-
-Sweep = Callable[[Cleared], None]
-"""Raises ClearLaterError. Ends early, and then not well, only when the store is closing."""
 
 
 @dataclass(slots=True)
@@ -109,15 +104,15 @@ class Clearing:
         self._name = name
         self._part_of = part_of
         self._changed = threading.Condition()
-        self._waiting: list[tuple[Cleared, Sweep]] = []
+        self._waiting: list[Cleared] = []
         self._loop = BackgroundLoop(f"hicache-{name}-clear", self._sweep_all, _ATTEMPTS)
 
-    def clear(self, digests: Sequence[bytes] | None, sweep: Sweep, seconds: float = 0.0) -> int:
+    def clear(self, digests: Sequence[bytes] | None, sweep: Callable[[Cleared], None], seconds: float = 0.0) -> int:
         """Hide the pages of these identities (None: of all) and have them removed; how many identities had pages, as
         far as that is known after ``seconds``."""
-        cleared = Cleared(None if digests is None else frozenset(digests), _changed=self._changed)
+        cleared = Cleared(None if digests is None else frozenset(digests), sweep, _changed=self._changed)
         with self._changed:
-            self._waiting = [*self._waiting, (cleared, sweep)]
+            self._waiting = [*self._waiting, cleared]
         if not self._loop.wake():
             # No thread to be had: better slow than never.
             self._sweep_all()
@@ -136,7 +131,7 @@ class Clearing:
             return False
         with self._changed:
             part = self._part_of(key)
-            return any(cleared._hides(key, part) for cleared, _ in self._waiting)
+            return any(key not in cleared._kept and cleared._concerns(key, part) for cleared in self._waiting)
 
     @contextmanager
     def writing(self, keys: Collection[bytes], deadline: float = math.inf) -> Iterator[Writing]:
@@ -149,15 +144,19 @@ class Clearing:
             yield Writing()
             return
         with self._changed:
-            self._wait_until(
-                lambda: all(cleared._writing.isdisjoint(keys) for cleared, _ in self._waiting),
-                deadline,
-                "these pages are being written",
+            # One step with the claim below: no removal takes one of these pages up in between.
+            is_free = self._changed.wait_for(
+                lambda: all(
+                    clear._writing.isdisjoint(keys) and clear._removing.isdisjoint(keys) for clear in self._waiting
+                ),
+                None if deadline == math.inf else max(0.0, deadline - time.monotonic()),
             )
+            if not is_free:
+                raise TimeoutError("these pages are being written, or cleared copies of them are being removed")
             parts = {key: self._part_of(key) for key in keys}
             concerned = [
                 (cleared, [key for key, part in parts.items() if cleared._concerns(key, part)])
-                for cleared, _ in self._waiting
+                for cleared in self._waiting
             ]
             for cleared, under_way in concerned:
                 cleared._writing.update(under_way)
@@ -165,12 +164,6 @@ class Clearing:
                 frozenset(key for cleared, under_way in concerned for key in under_way if key not in cleared._kept)
             )
         try:
-            with self._changed:
-                self._wait_until(
-                    lambda: all(cleared._removing.isdisjoint(under_way) for cleared, under_way in concerned),
-                    deadline,
-                    "cleared copies of these pages are being removed",
-                )
             yield writing
         finally:
             with self._changed:
@@ -179,16 +172,11 @@ class Clearing:
                     cleared._kept.update(writing.stored.intersection(under_way))
                 self._changed.notify_all()
 
-    def _wait_until(self, is_so: Callable[[], bool], deadline: float, otherwise: str) -> None:
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        if not self._changed.wait_for(is_so, left):
-            raise TimeoutError(otherwise)
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until everything cleared is removed; False when it is not in time, or when sweeps fail."""
         with self._changed:
             if self._loop.running:
-                self._changed.wait_for(lambda: all(cleared._tried for cleared, _ in self._waiting), timeout)
+                self._changed.wait_for(lambda: all(cleared._tried for cleared in self._waiting), timeout)
             return not self._waiting
 
     def close(self, timeout: float | None = None, *, request: float | None = None) -> None:
@@ -196,7 +184,7 @@ class Clearing:
         seconds (None: it ends by itself)."""
         done = self.wait(timeout)
         with self._changed:
-            for cleared, _ in self._waiting:
+            for cleared in self._waiting:
                 cleared.closing = True
         self._loop.stop(request)
         if not done:
@@ -206,22 +194,21 @@ class Clearing:
 
     def _sweep_all(self) -> float | Retry | None:
         waiting = self._waiting
-        ended = [cleared for cleared, sweep in waiting if self._is_swept(cleared, sweep)]
+        ended = [cleared for cleared in waiting if self._is_swept(cleared)]
         with self._changed:
-            self._waiting = [item for item in self._waiting if item[0] not in ended]
-            for cleared, _ in waiting:
+            left = self._waiting = [cleared for cleared in self._waiting if cleared not in ended]
+            for cleared in waiting:
                 cleared._tried = not cleared._skipped
             self._changed.notify_all()
-            left = [cleared for cleared, _ in self._waiting]
         if any(cleared._skipped for cleared in left):
             return _WRITER_PAUSE
         return RETRY if left else None
 
-    def _is_swept(self, cleared: Cleared, sweep: Sweep) -> bool:
+    def _is_swept(self, cleared: Cleared) -> bool:
         with self._changed:
             cleared._skipped = False
         try:
-            sweep(cleared)
+            cleared.sweep(cleared)
         except ClearLaterError as error:
             level = logging.DEBUG if cleared._tried else logging.WARNING
             logger.log(level, "tier %s: removing cleared pages: %s; tried again", self._name, error)

@@ -308,16 +308,16 @@ def test_a_clear_that_a_rebuild_did_not_know_of_when_it_registered_the_identity_
     """The rebuild had read the notes, and waited for the lock."""
     put_slab(place, 0, [header(key_of(number)) for number in range(10)])
     registering, cleared = threading.Event(), threading.Event()
-    real = directory_module.SlabDirectory.cleared_at
+    real = directory_module.cleared_at
 
-    def slowly(self: object, digest: bytes) -> int:
-        moment = real(self, digest)
+    def slowly(path: Path, digest: bytes) -> int:
+        moment = real(path, digest)
         if threading.current_thread().name.endswith("rebuild") and not registering.is_set():
             registering.set()
             assert cleared.wait(PATIENCE)
         return moment
 
-    monkeypatch.setattr(directory_module.SlabDirectory, "cleared_at", slowly)
+    monkeypatch.setattr(directory_module, "cleared_at", slowly)
     monkeypatch.setattr(directory_module, "_REBUILD_AWAITED", 0.0)
     store = SlabStore("disk", place, capacity=CAPACITY)
     assert registering.wait(PATIENCE)

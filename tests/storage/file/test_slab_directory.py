@@ -16,7 +16,7 @@ import pytest
 from hicache_ext.runtime.file_lock import OfdLock
 from hicache_ext.storage.tiers.file.layouts import Layout
 from hicache_ext.storage.tiers.file.slab import directory as directory_module
-from hicache_ext.storage.tiers.file.slab.directory import JOINING, SlabDirectory, SlabFile
+from hicache_ext.storage.tiers.file.slab.directory import JOINING, SlabDirectory, SlabFile, cleared_at
 from hicache_ext.storage.tiers.file.slab.index import EVERY
 from hicache_ext.storage.tiers.file.slab.shapes import Slab
 from tests.storage.file.indexes import NOTHING, SMALL, A, B, add_slab, keys_of, present, store
@@ -273,29 +273,29 @@ def test_a_file_longer_than_any_disk_stops_no_start(place: Path, name: str, monk
 
 
 def test_a_note_of_a_clear_that_was_spoilt_counts_from_when_it_was_written(directory: SlabDirectory) -> None:
-    assert directory.cleared_at(A) == -1
+    assert cleared_at(directory.path, A) == -1
     directory.note_cleared(A, 1_700_000_000_000)
-    assert directory.cleared_at(A) == 1_700_000_000_000
+    assert cleared_at(directory.path, A) == 1_700_000_000_000
     path = directory.path / "identities" / f"{A.hex()}.cleared"
     # The digits alone might be those of next year: nothing that is stored until then would be found after a start.
     changed = "9" + path.read_text()[1:]
     for content in ("", "12", "x" * 13, "9999999999999", changed):
         path.write_text(content)
-        assert abs(directory.cleared_at(A) - path.stat().st_mtime * 1000) < 20
+        assert abs(cleared_at(directory.path, A) - path.stat().st_mtime * 1000) < 20
 
 
 def test_a_note_of_an_earlier_clear_that_comes_late_changes_nothing(directory: SlabDirectory) -> None:
     """Of a process that was stopped before it wrote it, while another one cleared again."""
     directory.note_cleared(A, 1_700_000_000_002)
     directory.note_cleared(A, 1_700_000_000_001)
-    assert directory.cleared_at(A) == 1_700_000_000_002
+    assert cleared_at(directory.path, A) == 1_700_000_000_002
 
 
 def test_what_has_the_name_of_a_note_is_moved_aside(directory: SlabDirectory) -> None:
     place = directory.path / "identities" / "all.cleared"
     place.mkdir()
     directory.note_cleared(EVERY, 1_700_000_000_000)
-    assert directory.cleared_at(A) == 1_700_000_000_000
+    assert cleared_at(directory.path, A) == 1_700_000_000_000
 
 
 def test_a_start_beside_a_stopped_process_leaves_no_descriptor(place: Path) -> None:
@@ -341,6 +341,6 @@ def test_a_path_that_hangs_while_it_is_opened_holds_up_no_other(
 def test_a_clear_of_all_counts_where_it_is_later_than_that_of_the_identity(directory: SlabDirectory) -> None:
     directory.note_cleared(A, 1_700_000_000_000)
     directory.note_cleared(EVERY, 1_600_000_000_000)
-    assert [directory.cleared_at(digest) for digest in (A, B)] == [1_700_000_000_000, 1_600_000_000_000]
+    assert [cleared_at(directory.path, digest) for digest in (A, B)] == [1_700_000_000_000, 1_600_000_000_000]
     directory.note_cleared(EVERY, 1_700_000_000_001)
-    assert directory.cleared_at(A) == 1_700_000_000_001
+    assert cleared_at(directory.path, A) == 1_700_000_000_001

@@ -61,7 +61,7 @@ from hicache_ext.storage.contract.store import (
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
 from hicache_ext.storage.tiers.file.layouts import layout_in, members_file
-from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths
+from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths, of_each
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 """From the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
@@ -399,15 +399,7 @@ class SpreadStore:
                 for number, part in enumerate(self._parts):
                     seconds = _CLEAR_IN_DOUBT if number in usable else math.inf
                     part.note_clear([None] if digests is None else digests, seconds)
-            had_pages, failed = 0, None
-            for number in usable:
-                try:
-                    had_pages = max(had_pages, self._call(number, "clear", digests, 0))
-                except ClearLaterError as error:
-                    failed = error
-            if failed is not None:
-                raise failed
-            return had_pages
+            return max(of_each(lambda number: self._call(number, "clear", digests, 0), usable), default=0)
 
     def close(self) -> None:
         if not self._calls.shut():

@@ -19,16 +19,16 @@ import mmap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreSetupError
 from hicache_ext.runtime.background import BackgroundLoop, Backoff
 from hicache_ext.runtime.metrics import TierMetrics
 from hicache_ext.runtime.threads import ThreadPool
@@ -41,6 +41,9 @@ from hicache_ext.storage.tiers.file.pages.tree import save_document
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 
 logger = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
 
 
 DOUBT = 300.0
@@ -319,6 +322,21 @@ class PathStore(TierStore):
     def _count_error(self, error: OSError) -> None:
         self.count_error(error)
         self._trouble(error)
+
+
+def of_each(work: Callable[[_Item], _Answer], items: Iterable[_Item]) -> list[_Answer]:
+    """The answers of a clear() for each of several things, which one that fails does not keep from the others. Raises
+    the last OSError or ClearLaterError."""
+    answers: list[_Answer] = []
+    failed: OSError | ClearLaterError | None = None
+    for item in items:
+        try:
+            answers.append(work(item))
+        except (OSError, ClearLaterError) as error:
+            failed = error
+    if failed is not None:
+        raise failed
+    return answers
 
 
 def gauges_of_paths(paths: Sequence[Fullness]) -> dict[str, float]:

@@ -29,9 +29,9 @@ from hicache_ext.page.memory import address_of
 from hicache_ext.page.page_object import decode_object, encode_object
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict, cut
-from hicache_ext.storage.contract.base import TierStore, leading_in_portions
-from hicache_ext.storage.contract.clearing import Cleared, Clearing
+from hicache_ext.storage.contract.bad_pages import PoolStore, Stored, Verdict, cut
+from hicache_ext.storage.contract.base import leading_in_portions
+from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.diagnosis import Finding
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, put_back
 from hicache_ext.storage.tiers.mooncake import engine
@@ -93,7 +93,7 @@ _FAILED = (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT)
 """Also the answers for an object of another size than the buffers."""
 
 
-class MooncakeStore(TierStore):
+class MooncakeStore(PoolStore):
     """See the module docstring. Threads: any. Every call ends by the tier's timeout, and a batch's memory is touched
     only by the calling thread and by those it waits for."""
 
@@ -112,10 +112,8 @@ class MooncakeStore(TierStore):
             raise StoreSetupError(name, f"no threads: {error}") from None
         self._scratch = ScratchPool(attachment)
         self._identities: set[bytes] = set()
-        self._clearing = Clearing(name)
         self._examined = ScratchPool(attachment)
         """Memory that no read uses."""
-        self._bad_pages = BadPages(name, self.metrics, self)
         self._no_writes_until = 0.0
         self._careful_until = 0.0
         self._writing: set[bytes] = set()
@@ -590,9 +588,6 @@ class MooncakeStore(TierStore):
         self._attachment.report(code)
         return code
 
-    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        return self._bad_pages.remove_copies(copies)
-
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """None: every page under this tier's prefix; identities this process has not seen count as one."""
         return self._clearing.clear(digests, self._sweep, _CLEAR_WAIT)
@@ -623,14 +618,6 @@ class MooncakeStore(TierStore):
             if count in engine.MASTER_LOST:
                 raise ClearLaterError(reason)
             self._attachment.log.log(logging.WARNING, "clear", "hicache_ext: tier %s: clear: %s", self.name, reason)
-
-    def wait_until_cleared(self, timeout: float) -> bool:
-        """Wait for the removal of what was cleared; for tools and tests."""
-        return self._clearing.wait(timeout)
-
-    def wait_until_examined(self, timeout: float) -> bool:
-        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
-        return self._bad_pages.wait(timeout)
 
     def _close(self) -> None:
         self._bad_pages.close()

@@ -48,9 +48,9 @@ from hicache_ext.page.page_object import HEADER_LENGTH, scatter
 from hicache_ext.runtime.call_deadline import tell_connection_lost
 from hicache_ext.runtime.threads import Call
 from hicache_ext.storage.contract.abilities import LARGEST_DOCUMENT, LARGEST_SUM, document_in
-from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict
-from hicache_ext.storage.contract.base import TierStore, leading_in_portions
-from hicache_ext.storage.contract.clearing import Cleared, Clearing
+from hicache_ext.storage.contract.bad_pages import PoolStore, Stored, Verdict
+from hicache_ext.storage.contract.base import leading_in_portions
+from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, identities_of
@@ -100,7 +100,7 @@ _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
 
-class ObjectPageStore(TierStore):
+class ObjectPageStore(PoolStore):
     """PageStore over an obstore client whose root is this tier's prefix. Threads: any."""
 
     type_name = "object"
@@ -112,7 +112,6 @@ class ObjectPageStore(TierStore):
         self._tier = tier
         self._connect = connect
         self.shared = tier.sharing().shared
-        self._clearing = Clearing(name)
         self._requests = Requests(
             name,
             connect,
@@ -121,7 +120,6 @@ class ObjectPageStore(TierStore):
             timeout=tier.longest_call,
         )
         self._catalog = PackCatalog(self._requests, lists_from=tier.scheme in ("s3", "gs"))
-        self._bad_pages = BadPages(name, self.metrics, self)
         self._most_in_a_pack = _most_in_a_pack(tier.prefix)
         try:
             self._look_at_the_store()
@@ -567,9 +565,6 @@ class ObjectPageStore(TierStore):
             return None
         return Verdict.REMOVED
 
-    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        return self._bad_pages.remove_copies(copies)
-
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """A store has no rename of a prefix: see ``Clearing``. An identity whose pages are not met within a second is
         cleared and not counted."""
@@ -614,14 +609,6 @@ class ObjectPageStore(TierStore):
             if (names_listed := names_listed + len(listed)) >= MOST_LISTED:
                 return False
         return not deleted
-
-    def wait_until_cleared(self, timeout: float) -> bool:
-        """Wait for the deletion of what was cleared; for tools and tests."""
-        return self._clearing.wait(timeout)
-
-    def wait_until_examined(self, timeout: float) -> bool:
-        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
-        return self._bad_pages.wait(timeout)
 
     def _close(self) -> None:
         """Waits for requests under way, which end by their own timeouts, and for the deletion of cleared pages."""

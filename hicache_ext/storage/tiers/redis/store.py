@@ -13,7 +13,7 @@ import os
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
@@ -37,9 +37,9 @@ from hicache_ext.page.envelope import KEY_LENGTH
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.call_gate import CallGate
 from hicache_ext.runtime.threads import ThreadPool
-from hicache_ext.storage.contract.bad_pages import BadPages, Stored, Verdict
-from hicache_ext.storage.contract.base import TierStore, leading_in_portions
-from hicache_ext.storage.contract.clearing import Cleared, Clearing
+from hicache_ext.storage.contract.bad_pages import PoolStore, Stored, Verdict
+from hicache_ext.storage.contract.base import leading_in_portions
+from hicache_ext.storage.contract.clearing import Cleared
 from hicache_ext.storage.contract.diagnosis import Finding, Level
 from hicache_ext.storage.contract.reports import LastLook
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, grouped, identities_of, put_back
@@ -119,7 +119,7 @@ class _GateOfOneProcess(CallGate):
         return os.getpid() == self._process and super().shut()
 
 
-class RedisPageStore(TierStore):
+class RedisPageStore(PoolStore):
     """PageStore over one server or a cluster. Threads: any; a forked child may not use it.
 
     Every call ends by the tier's timeout. Memory of a batch is touched only by threads that the call waits for.
@@ -141,7 +141,6 @@ class RedisPageStore(TierStore):
         except (ssl.SSLError, OSError) as error:
             raise StoreSetupError(name, f"the TLS files cannot be used: {error.strerror or error}") from None
         self._topology = Topology(name, tier, tls, self.metrics)
-        self._clearing = Clearing(name, self._endpoint_of)
         nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         try:
             # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
@@ -156,7 +155,6 @@ class RedisPageStore(TierStore):
             self._topology.close()
             raise
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
-        self._bad_pages = BadPages(name, self.metrics, self)
 
     def _check_permissions(self) -> None:
         """Raises StoreSetupError where a server does not let its user do what serving does. Other refusals pass: a node
@@ -414,9 +412,6 @@ class RedisPageStore(TierStore):
         self._run(calls, partial(ask_integers, word=word), deadline, None, hidden=0, looks=looks)
         return calls
 
-    def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        return self._bad_pages.remove_copies(copies)
-
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """See ``Clearing``. The answer counts the identities whose pages were found within a second."""
         found = self._clearing.clear(digests, self._sweep, _CLEAR_WAIT)
@@ -427,7 +422,7 @@ class RedisPageStore(TierStore):
     def _sweep(self, cleared: Cleared) -> None:
         sweep_nodes(cleared, self._topology, self._tier, self.metrics)
 
-    def _endpoint_of(self, key: bytes) -> Endpoint | None:
+    def _part_of(self, key: bytes) -> Endpoint | None:
         """The server that has a page."""
         node = self._topology.node_of(self._page_name(key))
         return None if node is None else node.endpoint
@@ -620,10 +615,6 @@ class RedisPageStore(TierStore):
             return [*findings, Finding("round trip", Level.ERROR, error.reason, "servers do not start with it")]
         with closing(again):
             return findings + try_store(self, again=again)
-
-    def wait_until_examined(self, timeout: float) -> bool:
-        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
-        return self._bad_pages.wait(timeout)
 
     def _close(self) -> None:
         self._last_look.close(short_call(self._tier))

@@ -386,7 +386,7 @@ def test_pages_of_slots_without_a_node_stay_cleared():
         nothing = b"*2\r\n$1\r\n0\r\n*0\r\n"
         server.answer = lambda words: nothing if words[0] == b"SCAN" else map_of_most(words)
         store = RedisPageStore("pool", RedisTierConfig(url=f"redis://{server.endpoint}", timeout=PATIENCE))
-        cleared = Cleared(None)
+        cleared = Cleared(None, lambda _: None)
         with pytest.raises(ClearLaterError):
             store._sweep(cleared)
         assert cleared.is_finished(server.endpoint)

@@ -51,7 +51,7 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     page_files,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, of_each
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal
 
@@ -303,17 +303,7 @@ class PageFileStore(PageFiles):
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
         wanted = self._directory.known_identities() if digests is None else digests
-        had_pages, failed = 0, None
-        for digest in wanted:
-            try:
-                had_pages += self._detach(digest)
-            except OSError as error:
-                # The others are cleared all the same.
-                self._count_clearing(error, digest.hex())
-                failed = error
-        if failed is not None:
-            raise failed
-        return had_pages
+        return sum(of_each(self._detach, wanted))
 
     def _detach(self, digest: bytes) -> bool:
         """Whether the identity had pages. Raises OSError."""
@@ -333,11 +323,8 @@ class PageFileStore(PageFiles):
             with operation:
                 removal.freed += self._directory.delete_detached(tree)
         except OSError as error:
-            self._count_clearing(error, str(tree))
-
-    def _count_clearing(self, error: OSError, what: str) -> None:
-        self.count_error(error)
-        logger.warning("tier %s: clearing %s: %s", self.name, what, error)
+            self.count_error(error)
+            logger.warning("tier %s: clearing %s: %s", self.name, tree, error)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 

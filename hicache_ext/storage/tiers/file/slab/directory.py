@@ -151,7 +151,7 @@ class SlabDirectory:
                 sharing = IndexSharing(self.home, self._home_fd, member, os.dup(shared))
                 self._resources.callback(sharing.close)
 
-            index = SlabIndex(memory, lock, members, self.cleared_at, share)
+            index = SlabIndex(memory, lock, members, functools.partial(cleared_at, self.path), share)
             if is_new:
                 index.add_found_slabs(found)
             with suppress(OSError):
@@ -286,10 +286,6 @@ class SlabDirectory:
 
     def sync_cleared(self, digest: bytes) -> None:
         sync_whole(_cleared_path(self.path, digest))
-
-    def cleared_at(self, digest: bytes) -> int:
-        """See ``cleared_at`` of this module."""
-        return cleared_at(self.path, digest)
 
 
 def slabs_in(place: Path) -> tuple[list[Slab], set[str]]:

@@ -32,7 +32,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, grouped, identities_of
-from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore
+from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, of_each
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
@@ -514,16 +514,13 @@ class SlabStore(PathStore):
 
     def _note_cleared(self, cleared: Sequence[bytes], moment: int) -> None:
         """Raises ClearLaterError where the disk has not taken all of it."""
-        failed: OSError | None = None
-        for note in (partial(self._directory.note_cleared, moment=moment), self._directory.sync_cleared):
-            for digest in cleared:
-                try:
-                    note(digest)
-                except OSError as error:
-                    self._count_error(error)
-                    failed = error
-        if failed is not None:
-            raise ClearLaterError(str(failed))
+        notes = [partial(self._directory.note_cleared, digest, moment) for digest in cleared]
+        syncs = [partial(self._directory.sync_cleared, digest) for digest in cleared]
+        try:
+            of_each(lambda work: work(), notes + syncs)
+        except OSError as error:
+            self._count_error(error)
+            raise ClearLaterError(str(error)) from error
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
