@@ -20,5 +20,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(use, monke
     with pytest.raises(StoreSetupError) as raised:
         use("pool", tier)
     assert str(raised.value) == (
-        "tier 'pool' cannot start: the package 'far_store' is not installed; pip install far-store"
+        "tier 'pool' cannot start: a package that it needs cannot be imported (No module named 'far_store'); "
+        "pip install far-store"
     )

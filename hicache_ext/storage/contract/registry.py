@@ -116,14 +116,14 @@ def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
 
 @contextmanager
 def _missing_packages_named(name: str, kind: TierType) -> Iterator[None]:
-    """A package that the store imports and that is not there is a StoreSetupError."""
+    """A package that the store imports and that is not there, or cannot be imported, is a StoreSetupError."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        if (error.name or "hicache_ext").partition(".")[0] == "hicache_ext":
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "hicache_ext":
             raise
         remedies = [kind.install] if kind.install else []
-        raise StoreSetupError(name, f"the package {error.name!r} is not installed", remedies) from None
+        raise StoreSetupError(name, f"a package that it needs cannot be imported ({error})", remedies) from None
 
 
 def series_of_type(name: str) -> Mapping[str, Sequence[str]]:

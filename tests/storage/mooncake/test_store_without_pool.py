@@ -409,7 +409,7 @@ import os, sys
 os.environ["MC_LOG_LEVEL"] = "INFO"
 from hicache_ext.storage.tiers.mooncake.config import MooncakeTierConfig
 import hicache_ext.storage.tiers.mooncake.pages
-from hicache_ext.storage.tiers.mooncake import engine
+from hicache_ext.storage.contract.registry import open_tier
 assert "mooncake" not in sys.modules
 class Library:
     def find_spec(self, name, path, target=None):
@@ -418,7 +418,7 @@ class Library:
             raise ImportError("libcuda.so.1: cannot open shared object file")
 sys.meta_path.insert(0, Library())
 try:
-    engine.Attachment("pool", MooncakeTierConfig(master="h:1", timeout="3s"))
+    open_tier("pool", MooncakeTierConfig(type="mooncake", master="h:1", timeout="3s"))
 except Exception as error:
     print(error)
 """

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hicache_ext.errors import StoreClosedError, StoreSetupError
-from hicache_ext.packages import how_to_install
 from hicache_ext.page import envelope
 from hicache_ext.page.memory import address_of
 from hicache_ext.runtime.background import Backoff
@@ -277,12 +276,8 @@ class Attachment:
         tier = self.tier
         for variable, value in environment(tier.longest_call).items():
             os.environ.setdefault(variable, value)
-        try:
-            from mooncake import store as library
-        except ImportError as error:
-            problem = f"the Mooncake client cannot be imported ({error})"
-            remedy = f"{how_to_install('mooncake')} (or mooncake-transfer-engine-non-cuda, not both)"
-            raise StoreSetupError(self.name, problem, [remedy]) from error
+        from mooncake import store as library
+
         self._library = library
         if not self.port_answers(tier.longest_call):
             problem = f"no Mooncake master answers at {tier.master}"

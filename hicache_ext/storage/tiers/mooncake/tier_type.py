@@ -17,7 +17,7 @@ class MooncakeTier(TierType):
     """The memory of a Mooncake Store cluster that runs already."""
 
     config = MooncakeTierConfig
-    install = how_to_install("mooncake")
+    install = f"{how_to_install('mooncake')} (or mooncake-transfer-engine-non-cuda, not both)"
 
     def open(self, name: str, tier: MooncakeTierConfig) -> PageStore:
         from hicache_ext.storage.tiers.mooncake.engine import Attachment

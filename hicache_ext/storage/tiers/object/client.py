@@ -7,6 +7,7 @@ one or two words and an HTTP status are taken from them, so that no text of a se
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import mmap
 import re
@@ -22,7 +23,6 @@ from typing import Any
 
 from hicache_ext.config import Secret
 from hicache_ext.errors import ConfigError, StoreSetupError
-from hicache_ext.packages import how_to_install
 from hicache_ext.page.pack import PACK_BYTES
 from hicache_ext.runtime.call_deadline import call_deadline
 from hicache_ext.runtime.threads import Call, ThreadPool
@@ -44,23 +44,12 @@ _RENEWED_BEFORE = timedelta(minutes=5)
 _SSE = {"s3": "AES256", "kms": "aws:kms", "dsse": "aws:kms:dsse", "customer": "sse-c"}
 
 
-def import_obstore(name: str) -> Any:
-    """The module. Raises StoreSetupError with the way to install it."""
-    try:
-        import obstore
-        import obstore.store
-    except ImportError as error:
-        problem = f"the package obstore cannot be imported ({error})"
-        raise StoreSetupError(name, problem, [how_to_install("obstore")]) from error
-    return obstore
-
-
 def make_client(name: str, tier: ObjectTierConfig) -> Any:
     """An obstore store whose root is the tier's prefix. Makes no request.
 
     Raises StoreSetupError, ConfigError for a secret that cannot be read.
     """
-    stores = import_obstore(name).store
+    stores: Any = importlib.import_module("obstore.store")
     if tier.scheme == "file":
         directory = Path("/", tier.prefix)
         try:
@@ -274,7 +263,7 @@ class Requests:
         """``connect`` makes a client; ``count`` is called with each failure. Raises StoreSetupError when threads are
         lacking."""
         self.name = name
-        self.obstore = import_obstore(name)
+        self.obstore: Any = importlib.import_module("obstore")
         self._connect = connect
         self.client = connect()
         self.count = count
