@@ -422,11 +422,11 @@ def test_what_a_tier_counts_is_added_to_what_was_there_from_the_start() -> None:
     metrics.declare({"get": ("hit", "miss")}, ["get"])
     passed_on: list[tuple[str, str, int]] = []
     for _ in range(2):
-        metrics.pass_on_growth(lambda *counted: passed_on.append(counted))
+        passed_on += metrics.growth()
         assert passed_on == [("get", "hit", 0), ("get", "miss", 0)]
     metrics.add("get", "hit", 3)
     metrics.declare({"get": ("hit",)})
-    metrics.pass_on_growth(lambda *counted: passed_on.append(counted))
+    passed_on += metrics.growth()
     assert passed_on[2:] == [("get", "hit", 3)]
     assert metrics.calls()["get"] == 0
 

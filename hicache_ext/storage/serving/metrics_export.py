@@ -157,10 +157,8 @@ class Exporter:
             self._let_go(metrics, sources)
 
     def _export_counts(self, metrics: TierMetrics) -> None:
-        def pass_on(event: str, reason: str, amount: int) -> None:
+        for event, reason, amount in metrics.growth():
             self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(amount)
-
-        metrics.pass_on_growth(pass_on)
 
     def _let_go(self, metrics: TierMetrics, sources: Sequence[TierMetrics]) -> None:
         """A tier was removed: export its last counts and reset its levels."""
