@@ -28,6 +28,7 @@ _ONE_WAY = "it has one way: numpy is as fast there as the native core was"
 _BUILD = "the doctor builds nothing: it looks for the tools, and a server says at its start what failed"
 
 FORMER = {
+    "test_a_page_is_the_same_however_its_bytes_are_cut_into_segments": "-> test_a_stored_page_is_read_back",
     "test_a_machine_on_which_hicache_would_die_at_its_first_prompt_is_an_error_that_says_what_to_install": (
         "-> test_what_sglang_lacks_to_build_its_page_hashes_is_named_with_what_to_install"
     ),

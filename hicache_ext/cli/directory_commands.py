@@ -85,12 +85,8 @@ def of_each(chosen: Sequence[Target], do: Callable[[Path, Target], None]) -> int
     return 1 if errors else 0
 
 
-def add_groups(directory: Path, groups: dict[bytes, Group]) -> None:
-    """Add the pages of one directory to the groups of their identities."""
-    add_pages(opened(directory), groups)
-
-
 def add_pages(inspector: Inspector, groups: dict[bytes, Group]) -> None:
+    """Add the pages of one directory to the groups of their identities."""
     found = set()
     for page in inspector.pages():
         found.add(page.identity)
@@ -120,7 +116,7 @@ _NOT_READ = "the directory cannot be read"
 @command(TARGET, examples=("hicache.yaml", "/mnt/nvme0/hicache"), problem=_NOT_READ)
 def ls_command(arguments: argparse.Namespace) -> int:
     found: dict[bytes, Group] = {}
-    code = of_each(targets(arguments.target), lambda directory, _: add_groups(directory, found))
+    code = of_each(targets(arguments.target), lambda directory, _: add_pages(opened(directory), found))
     groups = sorted(found.values(), key=lambda group: (group.model, -group.bytes))
     stored_as = any(STORED_AS in (group.facts or {}) for group in groups)
     facts = ("identity", "model", "revision", "pool", "dtype", "layout", "page", "shard")
@@ -458,7 +454,7 @@ def _clean(directory: Path, found: dict[str, int], *, look_only: bool) -> None:
 )
 def clear_command(arguments: argparse.Namespace) -> int:
     of_identities: dict[bytes, Group] = {}
-    add_groups(arguments.path, of_identities)
+    add_pages(opened(arguments.path), of_identities)
     groups = list(of_identities.values())
     chosen = _chosen(groups, arguments)
     if not chosen and not arguments.all:

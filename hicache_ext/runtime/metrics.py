@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
@@ -69,15 +69,15 @@ class TierMetrics:
         with self._lock:
             return dict(self._counts)
 
-    def pass_on_growth(self, pass_on: Callable[[str, str, int], None]) -> None:
-        """Call ``pass_on(event, reason, amount)`` with what was counted since the last time. For one exporter: nothing
-        comes twice, and what ``pass_on`` raises for comes the next time.
+    def growth(self) -> Iterator[tuple[str, str, int]]:
+        """Yield (event, reason, amount) of what was counted since the last time. For one exporter: nothing comes twice,
+        and that at which a loop ends with an error comes the next time.
 
-        A new count is passed on even at 0, so that its series exists from the start.
+        A new count comes even at 0, so that its series exists from the start.
         """
         for key, count in self.snapshot().items():
             if count != (before := self._passed_on.get(key)):
-                pass_on(*key, count - (before or 0))
+                yield *key, count - (before or 0)
                 self._passed_on[key] = count
 
     def set_level(self, name: str, reason: str, value: float) -> None:

@@ -57,7 +57,7 @@ from hicache_ext.sglang.used_names import (
 )
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.abilities import HintBoard, board_among
-from hicache_ext.storage.contract.reports import TierReports
+from hicache_ext.storage.contract.reports import reported
 from hicache_ext.storage.contract.store import PageKeys
 from hicache_ext.storage.opening import open_tiers, server_view
 from hicache_ext.storage.serving.kv_hints import KvHints, Said
@@ -156,7 +156,6 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self.served = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
-        self._reports = TierReports()
         self._also_counted: dict[TierMetrics, Callable[[], None]] = {}
         self._log = LimitedLog(logger, 1.0)
         self._prefetched = TransferSamples()
@@ -446,8 +445,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         for pool in list(self.served.bound) + list(self.served.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self.served.unserved))
         beside = [self._failures, kernel_metrics, *self._also_counted]
-        tiers = self._store.tiers
-        return [*beside, *self._reports.sources(tiers), self._store.metrics, *[tier.metrics for tier in tiers]]
+        return [*beside, self._store.metrics, *reported(self._store.tiers)]
 
     def _warn_at_start(self) -> None:
         if self._facts.model_path is None:

@@ -25,7 +25,7 @@ from hicache_ext.storage.contract.reports import (
     UNKNOWN,
     LastLook,
     RecentMean,
-    TierReports,
+    reported,
 )
 from hicache_ext.storage.contract.store import DelegatingStore, PageBatch
 from hicache_ext.storage.guards.breaker import Outcome, TierBreaker
@@ -69,10 +69,10 @@ def file_tier(path: Path, **settings: Any) -> Section:
     return {"type": "file", "path": str(path), "capacity": "64MiB", "layout": "pages", **settings}
 
 
-def levels(store: ReloadableStore, tier: str, reports: TierReports | None = None) -> dict[str, float]:
+def levels(store: ReloadableStore, tier: str) -> dict[str, float]:
     """What an exporter is told of one tier now."""
-    (report,) = [told for told in (reports or TierReports()).sources(store.tiers) if told.tier == tier]
-    return {name: value for (name, _), value in report.levels().items()}
+    (report,) = [told for told in reported(store.tiers) if told.tier == tier]
+    return {name: value for (name, reason), value in report.levels().items() if not reason}
 
 
 # -- up ----------------------------------------------------------------------------------------------------------------
@@ -105,14 +105,14 @@ def test_a_pool_that_was_never_reached_is_not_up_and_has_every_series(
     store = opened({"disk": file_tier(tmp_path / "disk"), "pool": pool})
     assert levels(store, "pool")["tier_up"] == 0
     assert levels(store, "disk")["tier_up"] == 1
-    (report,) = [told for told in TierReports().sources(store.tiers) if told.tier == "pool"]
+    (report,) = [told for told in reported(store.tiers) if told.tier == "pool"]
     counted = report.snapshot()
     assert set(counted.values()) == {0}
     for event, reasons in OF_EVERY_TIER.items():
         assert {(event, reason) for reason in reasons} <= set(counted)
     for event, reasons in series_of_type(kind).items():
         assert {(event, reason) for reason in reasons} <= set(counted)
-    assert {name for name, _ in report.levels()} == set(UNKNOWN)
+    assert {name for name, reason in report.levels() if not reason} == set(UNKNOWN)
     assert {"get", "set", "exists"} <= set(report.calls())
 
 
@@ -134,12 +134,12 @@ class LatePool(LateStore):
 
 
 def test_a_tier_that_is_opened_late_is_up_from_then_on() -> None:
-    store, reports = LatePool(), TierReports()
-    (report,) = reports.sources([store])
+    store = LatePool()
+    (report,) = reported([store])
     assert report.levels()["tier_up", ""] == 0
     assert report.levels()["pages", ""] == 0
     store.come()
-    assert reports.sources([store]) == [report]
+    (report,) = reported([store])
     assert report.levels()["tier_up", ""] == 1
     store.close()
 
@@ -165,14 +165,14 @@ def test_a_redis_server_tells_how_full_it_is_and_is_not_up_when_it_has_gone(
         pytest.skip("missing: redis-server or valkey-server")
     monkeypatch.setattr("hicache_ext.storage.tiers.redis.store._LOOK_INTERVAL", 0.0)
     with RedisServer(tmp_path / "redis", [("maxmemory", "64mb")]) as server:
-        store, reports = opened({"pool": {"type": "redis", "url": server.url, "required": False}}), TierReports()
-        wait_until(lambda: levels(store, "pool", reports)["capacity_bytes"] == 64 << 20)
-        told = levels(store, "pool", reports)
+        store = opened({"pool": {"type": "redis", "url": server.url, "required": False}})
+        wait_until(lambda: levels(store, "pool")["capacity_bytes"] == 64 << 20)
+        told = levels(store, "pool")
         assert told["tier_up"] == 1
         assert 0 < told["used_bytes"] < 64 << 20
         assert told["used_bytes"] + told["free_bytes"] == 64 << 20
     store.contains(page_keys(1))
-    wait_until(lambda: levels(store, "pool", reports)["tier_up"] == 0)
+    wait_until(lambda: levels(store, "pool")["tier_up"] == 0)
 
 
 def test_an_object_store_is_up_once_it_has_answered(tmp_path: Path, opened: Callable[..., ReloadableStore]) -> None:
@@ -183,10 +183,10 @@ def test_an_object_store_is_up_once_it_has_answered(tmp_path: Path, opened: Call
 
 def test_a_tier_that_was_taken_out_is_reported_no_more(tmp_path: Path, opened: Callable[..., ReloadableStore]) -> None:
     near, far = file_tier(tmp_path / "near"), file_tier(tmp_path / "far")
-    store, reports = opened({"near": near, "far": far}), TierReports()
-    before = {report.tier: report for report in reports.sources(store.tiers)}
+    store = opened({"near": near, "far": far})
+    before = {report.tier: report for report in reported(store.tiers)}
     store.reload(config({"near": near}))
-    assert reports.sources(store.tiers) == [before["near"]]
+    assert reported(store.tiers) == [before["near"]]
 
 
 # -- the breaker over a reload -----------------------------------------------------------------------------------------
@@ -216,15 +216,15 @@ def test_a_breaker_stays_open_over_a_reload(
     # Seldom probed: nothing comes back while the test looks.
     configured_breakers_have(monkeypatch, probe_interval=60.0)
     far, other = guarded(tmp_path / "far"), file_tier(tmp_path / "other")
-    store, reports = opened({"far": far}), TierReports()
-    assert levels(store, "far", reports)["breaker_state"] == 0
+    store = opened({"far": far})
+    assert levels(store, "far")["breaker_state"] == 0
     open_breaker(store, "far")
-    assert levels(store, "far", reports)["breaker_state"] == 2
+    assert levels(store, "far")["breaker_state"] == 2
     keys = page_keys(3)
 
     assert store.reload(config({"far": {**far, **change}, "other": other}))
     assert breaker(store, "far").state is BreakerState.OPEN
-    assert levels(store, "far", reports)["breaker_state"] == 2
+    assert levels(store, "far")["breaker_state"] == 2
     assert store.contains(keys) == [False] * 3
     rejected = next(tier for tier in store.tiers if tier.name == "far").metrics.value("rejected", "breaker")
     assert rejected >= 3
@@ -276,7 +276,7 @@ def test_a_file_tier_tells_how_full_it_is_and_how_old_what_it_evicts(
     wait_until(lambda: levels(store, "disk")["free_bytes"] < some["free_bytes"])
     full = levels(store, "disk")
     assert full["used_bytes"] <= 16 << 20
-    ages = TierReports().sources(store.tiers)[0].levels()["evicted_age_seconds", ""]
+    ages = reported(store.tiers)[0].levels()["evicted_age_seconds", ""]
     assert 0 < ages < 60
 
 
@@ -347,7 +347,7 @@ def test_a_store_that_cannot_say_how_it_is_hides_no_other() -> None:
             raise RuntimeError("no")
 
     silent, other = Silent("silent"), MemoryPageStore("other")
-    told = TierReports().sources([silent, other])
+    told = reported([silent, other])
     assert [report.tier for report in told] == ["silent", "other"]
     assert told[1].levels()["tier_up", ""] == 1
 
@@ -358,7 +358,7 @@ def test_a_type_that_cannot_say_its_series_hides_no_other(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(MemoryTier, "series", broken)
     store, other = MemoryPageStore("mine"), DelegatingStore(MemoryPageStore("other"))
-    told = TierReports().sources([store, other])
+    told = reported([store, other])
     assert [report.tier for report in told] == ["mine", "other"]
     assert all(report.snapshot()["get", "hit"] == 0 for report in told)
 
@@ -422,11 +422,11 @@ def test_what_a_tier_counts_is_added_to_what_was_there_from_the_start() -> None:
     metrics.declare({"get": ("hit", "miss")}, ["get"])
     passed_on: list[tuple[str, str, int]] = []
     for _ in range(2):
-        metrics.pass_on_growth(lambda *counted: passed_on.append(counted))
+        passed_on += metrics.growth()
         assert passed_on == [("get", "hit", 0), ("get", "miss", 0)]
     metrics.add("get", "hit", 3)
     metrics.declare({"get": ("hit",)})
-    metrics.pass_on_growth(lambda *counted: passed_on.append(counted))
+    passed_on += metrics.growth()
     assert passed_on[2:] == [("get", "hit", 3)]
     assert metrics.calls()["get"] == 0
 

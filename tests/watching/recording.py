@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hicache_ext.runtime.metrics import TierMetrics
-from hicache_ext.storage.contract.reports import TierReports
+from hicache_ext.storage.contract.reports import reported
 from hicache_ext.storage.serving.metrics_export import Exporter, _build_info
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
@@ -29,8 +29,7 @@ class Recording(Exporter):
     @classmethod
     def of_store(cls, store: ReloadableStore) -> Recording:
         """What a backend exports of its tiers."""
-        reports = TierReports()
-        return cls(lambda: [*reports.sources(store.tiers), store.metrics, *[tier.metrics for tier in store.tiers]])
+        return cls(lambda: [store.metrics, *reported(store.tiers)])
 
     def _child(self, family: Any, metrics: TierMetrics, **more: str) -> Any:
         self._families[family._name] = family

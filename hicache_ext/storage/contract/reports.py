@@ -1,9 +1,9 @@
 """Metrics of a tier beside its counts: is it up, how full is it; and every series from the start.
 
-The exporting thread asks once a second (``TierReports.sources``) and must not wait: a tier answers from memory, and
-what only its medium knows is read by a thread of the tier (``LastLook``). Series exist before their first event,
-because a rate does not see the first event of a series that begins with it, and a tier that was never reached has no
-events. Reasons: docs/decisions/metrics-and-events.md.
+The exporting thread asks once a second (``reported``) and must not wait: a tier answers from memory, and what only its
+medium knows is read by a thread of the tier (``LastLook``). Series exist before their first event, because a rate does
+not see the first event of a series that begins with it, and a tier that was never reached has no events. Reasons:
+docs/decisions/metrics-and-events.md.
 """
 
 from __future__ import annotations
@@ -44,36 +44,30 @@ NOT_REACHED: Gauges = {**dict.fromkeys(UNKNOWN, 0.0)}
 """Gauges of a tier that has never been reached."""
 
 
-class TierReports:
-    """Series of every tier that the tier does not count itself. One per backend, called by one thread."""
-
-    def __init__(self) -> None:
-        self._reports: dict[str, TierMetrics] = {}
-
-    def sources(self, tiers: Sequence[PageStore]) -> list[TierMetrics]:
-        """The present series of these tiers, for an exporter, in addition to the tiers' own metrics."""
-        reports = {}
-        for tier in tiers:
-            report = self._reports.get(tier.name)
-            if report is None:
-                report = TierMetrics(tier.name)
-                try:
-                    series = _series_of(tier)
-                except Exception:
-                    # A type of another package: its mistake must not cost the metrics of all tiers.
-                    logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
-                    series = OF_EVERY_TIER
-                report.declare(series, OPERATIONS)
-            reports[tier.name] = report
+def reported(tiers: Sequence[PageStore]) -> list[TierMetrics]:
+    """The metrics of these tiers, for an exporter, with all series and the gauges as they are now. On one thread."""
+    reports = []
+    for tier in tiers:
+        # Read once: those of a tier that is opened late become others meanwhile.
+        metrics = tier.metrics
+        reports.append(metrics)
+        if ("tier_up", "") not in metrics.levels():
             try:
-                known = gauges_of(tier)
-            except Exception as error:  # noqa: BLE001 - one tier's trouble must not hide the others
-                logger.debug("hicache_ext: tier %s does not say how it is: %s", tier.name, type(error).__name__)
-                continue
-            for name, value in {**UNKNOWN, **known}.items():
-                report.set_level(name, "", value)
-        self._reports = reports
-        return list(reports.values())
+                series = _series_of(tier)
+            except Exception:
+                # A type of another package: its mistake must not cost the metrics of all tiers.
+                logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
+                series = OF_EVERY_TIER
+            metrics.declare(series, OPERATIONS)
+            metrics.set_level("tier_up", "", math.nan)
+        try:
+            known = gauges_of(tier)
+        except Exception as error:  # noqa: BLE001 - one tier's trouble must not hide the others
+            logger.debug("hicache_ext: tier %s does not say how it is: %s", tier.name, type(error).__name__)
+            continue
+        for name, value in {**UNKNOWN, **known}.items():
+            metrics.set_level(name, "", value)
+    return reports
 
 
 class LastLook:

@@ -17,12 +17,12 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hicache_ext import __version__
 from hicache_ext.runtime.background import BackgroundLoop
-from hicache_ext.runtime.metrics import LATENCY_BOUNDS, TierMetrics
+from hicache_ext.runtime.metrics import LATENCY_BOUNDS, Observer, TierMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Exporter:
     def __init__(self, sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> None:
         self._sources = sources
         self._labels = {**dict.fromkeys(_LABELS, "0"), "model_name": "", **labels}
-        self._watched: dict[int, tuple[TierMetrics, Callable[[str, float], None]]] = {}
+        self._watched: dict[TierMetrics, Observer] = {}
         self._loop = BackgroundLoop("hicache-metrics", self._export_quietly)
         _build_info().labels(**self._labels, version=__version__).set(1)
         self.export()
@@ -153,27 +153,22 @@ class Exporter:
             self._export_counts(metrics)
             for (name, reason), value in metrics.levels().items():
                 self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(value)
-        for metrics, observer in list(self._watched.values()):
-            if not any(metrics is source for source in sources):
-                self._let_go(metrics, observer, sources)
+        for metrics in [known for known in self._watched if known not in sources]:
+            self._let_go(metrics, sources)
 
     def _export_counts(self, metrics: TierMetrics) -> None:
-        def pass_on(event: str, reason: str, amount: int) -> None:
+        for event, reason, amount in metrics.growth():
             self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(amount)
 
-        metrics.pass_on_growth(pass_on)
-
-    def _let_go(
-        self, metrics: TierMetrics, observer: Callable[[str, float], None], sources: Iterable[TierMetrics]
-    ) -> None:
+    def _let_go(self, metrics: TierMetrics, sources: Sequence[TierMetrics]) -> None:
         """A tier was removed: export its last counts and reset its levels."""
-        metrics.unwatch(observer)
+        metrics.unwatch(self._watched[metrics])
         self._export_counts(metrics)
         successors = [source for source in sources if (source.tier, source.prefix) == (metrics.tier, metrics.prefix)]
         for name, reason in metrics.levels():
             if not any((name, reason) in source.levels() for source in successors):
                 self._child(_gauge(metrics.prefix + name), metrics, reason=reason).set(_WHEN_GONE.get(name, 0))
-        del self._watched[id(metrics)]
+        del self._watched[metrics]
 
     def close(self) -> None:
         """Export a last time, release all tiers, end the thread. Idempotent."""
@@ -192,8 +187,8 @@ class Exporter:
         return _INTERVAL
 
     def _watch(self, metrics: TierMetrics) -> None:
-        """Pass on every latency. The entry keeps ``metrics`` alive, so that no other object gets its id."""
-        if id(metrics) not in self._watched:
+        """Pass on every latency."""
+        if metrics not in self._watched:
             histogram = _histogram()
             observe = functools.lru_cache(None)(lambda operation: self._child(histogram, metrics, operation=operation))
 
@@ -205,7 +200,7 @@ class Exporter:
 
             for operation in metrics.calls():
                 observe(operation)
-            self._watched[id(metrics)] = (metrics, pass_on)
+            self._watched[metrics] = pass_on
             metrics.watch(pass_on)
 
     def _child(self, family: Any, metrics: TierMetrics, **more: str) -> Any:

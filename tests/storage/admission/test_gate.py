@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ext.config import ExtraConfig, TierConfig, load_config
 from hicache_ext.runtime.call_deadline import answering_at_once
-from hicache_ext.storage.contract.reports import TierReports
+from hicache_ext.storage.contract.reports import reported
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.tenants import DEFAULT
 from hicache_ext.storage.opening import server_view
@@ -210,7 +210,7 @@ def test_a_tier_learns_from_what_goes_through_it() -> None:
 def test_series_are_there_before_the_first_page(tier: TierHandle) -> None:
     tier.admit_by(LEARNED)
 
-    (report,) = TierReports().sources([tier])
+    (report,) = reported([tier])
 
     assert {reason for event, reason in report.snapshot() if event == "admission"} == {
         *("admitted_first", "admitted_again", "refused_first", "refused_behind", "refused_budget")

@@ -10,7 +10,7 @@ import pytest
 
 from hicache_ext.page.transforms.codec import Codec
 from hicache_ext.page.transforms.header import LOSSY_CODECS
-from hicache_ext.storage.contract.reports import TierReports
+from hicache_ext.storage.contract.reports import reported
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.transforming.store import TransformedStore
 from hicache_ext.storage.tiers.memory import MemoryPageStore
@@ -106,5 +106,5 @@ def test_what_one_codec_wrote_another_one_does_not_find(inner: MemoryPageStore, 
 
 @pytest.mark.parametrize(("codec", "declared"), [(Codec("fp8"), True), (Codec("lossless"), False)])
 def test_the_series_of_a_lossy_tier_begins_with_zero(inner: MemoryPageStore, codec: Any, declared: bool) -> None:
-    [report] = TierReports().sources([opened(inner, codec)])
+    [report] = reported([opened(inner, codec)])
     assert (("lossy", "fp8") in report.snapshot()) is declared
