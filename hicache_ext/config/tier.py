@@ -149,11 +149,6 @@ class TierConfig(ConfigModel):
         return ()
 
     @property
-    def may_be_private(self) -> bool:
-        """Whether it may turn out, by ``sharing``, that no other machine has its pages. Looks at nothing."""
-        return not self.remote
-
-    @property
     def tells_pages(self) -> bool:
         """Whether KV events can say which pages it holds: not where a seal hides their names."""
         return self.lists_pages and (self.seal is None or self.seal.mode != "encrypt")

@@ -145,10 +145,6 @@ class FileTierConfig(TierConfig):
     def directories(self) -> tuple[str, ...]:
         return self.path
 
-    @property
-    def may_be_private(self) -> bool:
-        return not self.shared
-
     def sharing(self) -> Sharing:
         if self.shared is not None:
             return Sharing(self.shared, "as configured")
