@@ -20,7 +20,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -251,6 +251,22 @@ def absolute_path(value: object) -> str:
     if not os.path.isabs(path):
         raise ConfigError("", f"{quoted(value)} is not an absolute path", "")
     return path
+
+
+def one_or_more(parse: Callable[[object, str, Sequence[Value]], Value]) -> Parser[tuple[Value, ...]]:
+    """One value or a list of them. ``parse`` takes what was written, the key of its place, and those before it."""
+
+    def parse_all(value: object) -> tuple[Value, ...]:
+        if not isinstance(value, list | tuple):
+            return (parse(value, "", ()),)
+        if not value:
+            raise ConfigError("", "the list is empty", "")
+        found: list[Value] = []
+        for position, written in enumerate(value):
+            found.append(parse(written, f"[{position}]", found))
+        return tuple(found)
+
+    return parse_all
 
 
 def directory_relation(path: str, other: str) -> str:

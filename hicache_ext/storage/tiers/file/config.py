@@ -21,6 +21,7 @@ from hicache_ext.config.values import (
     expand_templates,
     format_duration,
     format_size,
+    one_or_more,
     or_auto,
     or_word,
     size,
@@ -38,25 +39,8 @@ _GROUP_ALLOWED = "the name of a group or its number, with mode: group"
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,255}")
 
 
-def parse_paths(value: object) -> tuple[str, ...]:
-    """Absolute, normalised, distinct directories, none inside another, templates expanded."""
-    single = isinstance(value, str)
-    written: Sequence[object] = [value] if single else value if isinstance(value, list | tuple) else []
-    if not written:
-        problem = "the list is empty" if isinstance(value, list | tuple) else f"{shown(value)} is not accepted"
-        raise ConfigError("", problem, _PATH_ALLOWED)
-    paths: list[str] = []
-    for position, text in enumerate(written):
-        place = "" if single else f"[{position}]"
-        path = _parse_path(text, place)
-        for earlier, other in enumerate(paths):
-            if relation := directory_relation(path, other):
-                raise ConfigError(place, f"{quoted(str(text))} {relation} path[{earlier}]", "distinct directories")
-        paths.append(path)
-    return tuple(paths)
-
-
-def _parse_path(text: object, place: str) -> str:
+def _path(text: object, place: str, others: Sequence[str]) -> str:
+    """Absolute, normalised, none inside another, templates expanded."""
     if not isinstance(text, str):
         raise refuse(text, _PATH_ALLOWED, place)
     if not text or "\0" in text:
@@ -70,6 +54,9 @@ def _parse_path(text: object, place: str) -> str:
     normalised = "/" + os.path.normpath(path).lstrip("/")
     if normalised == "/":
         raise ConfigError(place, "the root directory cannot be a cache directory", _PATH_ALLOWED)
+    for earlier, other in enumerate(others):
+        if relation := directory_relation(normalised, other):
+            raise ConfigError(place, f"{quoted(text)} {relation} path[{earlier}]", "distinct directories")
     return normalised
 
 
@@ -91,7 +78,7 @@ class FileTierConfig(TierConfig):
     """Local disks and shared file systems."""
 
     type: Literal["file"] = "file"
-    path: Annotated[tuple[str, ...], Allowed(_PATH_ALLOWED, parse_paths)]
+    path: Annotated[tuple[str, ...], Allowed(_PATH_ALLOWED, one_or_more(_path))]
     """directories of this tier alone; pages are spread over them"""
     capacity: Annotated[
         int | None,
