@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hicache_ext.config.problems import config_error, did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import OFF, Allowed, ConfigModel
@@ -21,6 +21,7 @@ from hicache_ext.config.values import (
     directory_relation,
     duration,
     format_duration,
+    from_list,
     not_empty,
     or_word,
     size,
@@ -315,7 +316,7 @@ class ModelConfig(ConfigModel):
 # No set: its order would differ from rank to rank.
 _Locations = Annotated[
     tuple[str, ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    from_list,
     Allowed("a list of tier names"),
 ]
 _Policies = Annotated[

@@ -25,6 +25,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, TypeVar
 
+from pydantic import BeforeValidator
+
 from hicache_ext.config.problems import did_you_mean, quoted, refuse, shown
 from hicache_ext.errors import ConfigError
 
@@ -243,6 +245,13 @@ def or_auto(parse: Parser[Any] = lambda value: value) -> Parser[Any]:
     return or_word(None, None, or_word("auto", None, parse))
 
 
+def text(value: object) -> str:
+    """Text that can be printed, templates expanded."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise refuse(value)
+    return expand_templates(value)
+
+
 def absolute_path(value: object) -> str:
     """An absolute path, templates expanded. Errors show it as written: no environment variable is shown."""
     if not isinstance(value, str) or not value or "\0" in value:
@@ -251,6 +260,10 @@ def absolute_path(value: object) -> str:
     if not os.path.isabs(path):
         raise ConfigError("", f"{quoted(value)} is not an absolute path", "")
     return path
+
+
+from_list = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""For a field that is a tuple: the file has a list."""
 
 
 def one_or_more(parse: Callable[[object, str, Sequence[Value]], Value]) -> Parser[tuple[Value, ...]]:
