@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hicache_ext.config import load_config, tier_types
-from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.errors import ConfigError
 
 HEAD = """\
 backend_name: hicache_ext
@@ -565,7 +565,7 @@ def test_every_wrong_place_of_a_file_is_reported_in_one_error(tmp_path: Path) ->
         + "hicache_ext:\n  role: prefil\n  tiers:\n    nvme: {type: file, path: cache, capacity: 1G, io: fast}\n"
         "    pool: {type: teapot}\n  retrieve_locations: [nvme, pol]\n  promote: nvme\n"
     )
-    with pytest.raises(ConfigErrors) as raised:
+    with pytest.raises(ConfigError) as raised:
         load_config(file)
     keys = [error.key for error in raised.value.errors]
     assert keys == [
@@ -604,7 +604,7 @@ def test_every_wrong_place_of_a_file_is_reported_in_one_error(tmp_path: Path) ->
     ids=["names", "contradictions"],
 )
 def test_everything_that_does_not_fit_together_is_reported_in_one_error(section: str, keys: list[str]) -> None:
-    with pytest.raises(ConfigErrors) as raised:
+    with pytest.raises(ConfigError) as raised:
         load_config(yaml.safe_load(HEAD) | {"hicache_ext": yaml.safe_load(two(section))})
     assert [error.key for error in raised.value.errors] == [f"hicache_ext.{key}" for key in keys]
 
