@@ -392,6 +392,16 @@ WRONG_FILES = [
         "an unknown key that holds a password", "password: hunter2", f"{N}.password: unknown key; allowed: {TIER_KEYS}"
     ),
     tier("no capacity", "capacity: -", f"{N}.capacity: required; allowed: {CAPACITY}"),
+    tier(
+        "slabs without a capacity",
+        "capacity: unlimited\nlayout: slab",
+        f"{N}.capacity: the slab layout preallocates its files; allowed: a size such as 512GiB",
+    ),
+    tier(
+        "page files past the page cache",
+        "layout: pages\nio: direct",
+        f"{N}.io: 'direct' needs layout slab: page files are not aligned; allowed: auto, buffered",
+    ),
     tier("no path", "path: -", f"{N}.path: required; allowed: {PATH}"),
     tier("an empty capacity", "capacity: ~", f"{N}.capacity: an empty value is not accepted; allowed: {CAPACITY}"),
     tier(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import field_validator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import model_validator
 
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed
@@ -108,26 +107,12 @@ class FileTierConfig(TierConfig):
     require_mount: bool = False
     """true: no start while a path is on the root file system"""
 
-    @field_validator("group", mode="after")
-    @classmethod
-    def _a_group_has_its_mode(cls, group: str | int | None, info: ValidationInfo) -> str | int | None:
-        if group is not None and info.data.get("mode") == "private":
-            raise ConfigError("", "files of mode private have no group", "with mode: group")
-        return group
-
     removed: ClassVar[Mapping[str, str]] = {"open_files": "a process keeps at most 512 files of slabs open per path"}
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
     block: ClassVar[int] = 4096
     carries_hints: ClassVar[bool] = True
     lists_pages: ClassVar[bool] = True
     keeps_identities: ClassVar[bool] = True
-
-    @field_validator("shared", mode="after")
-    @classmethod
-    def _slabs_belong_to_one_machine(cls, shared: bool | None, info: ValidationInfo) -> bool | None:
-        if shared and info.data.get("layout") == "slab":
-            raise ConfigError("", "slabs belong to one machine", "false, or layout: pages")
-        return shared
 
     def directories(self) -> tuple[str, ...]:
         return self.path
@@ -143,3 +128,16 @@ class FileTierConfig(TierConfig):
         capacity = "unlimited" if self.capacity is None else format_size(self.capacity)
         ttl = "" if self.ttl is None else f", ttl {format_duration(self.ttl)}"
         return f"file, capacity {capacity}{ttl}, {', '.join(self.path)}"
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if self.group is not None and self.mode == "private":
+            raise ConfigError(".group", "files of mode private have no group", "with mode: group")
+        if self.layout == "slab" and self.shared:
+            raise ConfigError(".shared", "slabs belong to one machine", "false, or layout: pages")
+        if self.layout == "slab" and self.capacity is None:
+            raise ConfigError(".capacity", "the slab layout preallocates its files", "a size such as 512GiB")
+        if self.layout == "pages" and self.io == "direct":
+            problem = "'direct' needs layout slab: page files are not aligned"
+            raise ConfigError(".io", problem, "auto, buffered")
+        return self
