@@ -97,7 +97,6 @@ class TierConfig(ConfigModel):
     """learned: pages that will hardly return in time are stored at their second request"""
     write_budget: Annotated[float | None, Allowed(BUDGET_ALLOWED, parse_budget)] = None
     """what all ranks of this server together may write to the tier; left out: no limit"""
-    _writers: int = PrivateAttr(default=1)
     _only_read: bool = PrivateAttr(default=False)
 
     keeps_timeout: ClassVar[bool] = False
@@ -121,17 +120,6 @@ class TierConfig(ConfigModel):
 
     live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "seal", "admission", "write_budget"})
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
-
-    @property
-    def writers(self) -> int:
-        """Ranks of this server that write to the tier."""
-        return self._writers
-
-    def written_by(self, ranks: int) -> Self:
-        """This tier, with so many ranks that write to it."""
-        mine = self.model_copy()
-        mine._writers = max(1, ranks)
-        return mine
 
     @property
     def only_read(self) -> bool:
