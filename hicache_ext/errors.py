@@ -18,41 +18,20 @@ class ConfigError(HicacheExtError, ValueError):
     """One wrong place in the configuration; a ValueError, so that pydantic collects it.
 
     The message is one sentence built from the named facts: the full key path, what was wrong, and what is allowed.
-    Values of secrets never appear in it.
+    Values of secrets never appear in it. Of several ``errors`` (``config_error``) the facts are those of the first, and
+    the message has one sentence per line.
     """
 
-    def __init__(self, key: str, problem: str, allowed: str | None = None) -> None:
+    def __init__(self, key: str, problem: str, allowed: str | None = None, errors: Sequence[ConfigError] = ()) -> None:
         self.key = key
         self.problem = problem
         self.allowed = allowed
+        self.errors: Sequence[ConfigError] = errors or (self,)
+        """Each wrong place, in the order in which they were found."""
         sentence = f"{key}: {problem}" if key else problem
         if allowed:
             sentence += f"; allowed: {allowed}"
-        super().__init__(sentence)
-
-    @property
-    def errors(self) -> tuple[ConfigError, ...]:
-        """Itself; of ``ConfigErrors`` each of them."""
-        return (self,)
-
-
-class ConfigErrors(ConfigError):
-    """Several wrong places in one configuration, in the order in which they were found.
-
-    ``key``, ``problem`` and ``allowed`` are those of the first; the message has one sentence per line.
-    """
-
-    def __init__(self, errors: Sequence[ConfigError]) -> None:
-        first = errors[0]
-        super().__init__(first.key, first.problem, first.allowed)
-        self._errors = tuple(errors)
-
-    @property
-    def errors(self) -> tuple[ConfigError, ...]:
-        return self._errors
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.errors))
+        super().__init__("\n".join(map(str, errors)) or sentence)
 
 
 class UnsupportedError(HicacheExtError):

@@ -16,10 +16,8 @@ from hicache_ext.config.values import (
     parse_size,
     rounded_size,
 )
-from hicache_ext.errors import ConfigErrors
 
 __all__ = [
-    "ConfigErrors",
     "ExtraConfig",
     "HicacheExtConfig",
     "KernelsConfig",

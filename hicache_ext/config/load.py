@@ -26,9 +26,9 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 def load_config(source: Source) -> HicacheExtConfig:
     """The section ``hicache_ext`` of ``source``, checked and resolved on this node.
 
-    Raises ``ConfigError``, or ``ConfigErrors`` when several places are wrong: one sentence each, with the full key
-    path, what was wrong and what is allowed. What does not fit together is said once each value is right
-    by itself. Call it at start; it reads files and environment variables.
+    Raises ``ConfigError`` with one sentence for each place that is wrong: the full key path, what was wrong and what is
+    allowed. What does not fit together is said once each value is right by itself. Call it at start; it reads files and
+    environment variables.
     """
     return load_document(source).hicache_ext
 

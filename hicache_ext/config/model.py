@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hicache_ext.config.problems import config_error, did_you_mean, listed, quoted, refuse, shown
 from hicache_ext.config.schema import OFF, Allowed, ConfigModel
@@ -21,6 +21,7 @@ from hicache_ext.config.values import (
     directory_relation,
     duration,
     format_duration,
+    from_list,
     not_empty,
     or_word,
     size,
@@ -315,7 +316,7 @@ class ModelConfig(ConfigModel):
 # No set: its order would differ from rank to rank.
 _Locations = Annotated[
     tuple[str, ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    from_list,
     Allowed("a list of tier names"),
 ]
 _Policies = Annotated[
@@ -547,13 +548,6 @@ def _hints_that_go_nowhere(config: HicacheExtConfig) -> Iterator[ConfigError]:
     tiers, place = config.tiers, "store_locations" if config.role == "decode" else "retrieve_locations"
     locations = getattr(config, place)
     over = hints_over(config.pd.hints, locations)
-    nearer = [tiers[name] for name in locations[:-1] if name in config.store_locations]
-    # Where none is named, promotion takes a private one that others are behind of.
-    promoted = (
-        any(tier.may_be_private for tier in nearer)
-        if config.promote_to is None
-        else config.promote_to != PROMOTE_NOTHING
-    )
     if over is None or over not in locations:
         problem = f"{quoted(over or '')} is not in {place} of the role {config.role}, so that no hint passes there"
         yield ConfigError(".pd.hints.over", problem, listed(locations) or f"a tier of {place}")
@@ -562,9 +556,6 @@ def _hints_that_go_nowhere(config: HicacheExtConfig) -> Iterator[ConfigError]:
         allowed = [name for name in locations if tiers[name].carries_hints]
         types = [name for name, model in tier_types().items() if model.carries_hints]
         yield ConfigError(".pd.hints.over", problem, listed(allowed) or f"a tier of type {listed(types)}")
-    elif config.role == "prefill" and not promoted:
-        problem = "a prefill node brings the pages to the tier promote_to, and there is none"
-        yield ConfigError(".pd.hints.enabled", problem, "promote_to: the nearest of retrieve_locations")
 
 
 def hints_over(hints: HintsConfig, locations: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.errors import ConfigError
 
 _LONGEST_ECHO = 200
 _LARGEST_ECHOED_NUMBER = 10**30
@@ -47,8 +47,9 @@ _OTHER_NAMES = {
 
 
 def config_error(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error for all of ``errors``: itself if there is one, else a ``ConfigErrors``."""
-    return errors[0] if len(errors) == 1 else ConfigErrors(errors)
+    """One error for all of ``errors``."""
+    first = errors[0]
+    return first if len(errors) == 1 else ConfigError(first.key, first.problem, first.allowed, errors)
 
 
 def looks_secret(key: str) -> bool:

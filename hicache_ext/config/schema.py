@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, core_schema
 
 from hicache_ext.config.problems import config_error, did_you_mean, key_path, kind_of, listed, shown
-from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
     kind, location, value = details["type"], details["loc"], details["input"]
     ours = details.get("ctx", {}).get("error")
     field = str(location[0]) if location else ""
-    if isinstance(ours, ConfigErrors):
-        return ours
     if isinstance(ours, ConfigError):
+        if len(ours.errors) > 1:
+            return ours
         allowed = allowed_for(model, field) if ours.allowed == "" and field in model.model_fields else ours.allowed
         return ConfigError(ours.key, ours.problem, allowed)
     if not location:

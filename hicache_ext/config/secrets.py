@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
-from hicache_ext.config.problems import did_you_mean, kind_of, listed, quoted
+from hicache_ext.config.problems import did_you_mean, listed, quoted
 from hicache_ext.config.schema import Allowed, ConfigModel
-from hicache_ext.config.values import expand_templates, format_size, is_environment_name
+from hicache_ext.config.values import expand_templates, format_size, from_list, is_environment_name
 from hicache_ext.errors import ConfigError, MissingPackageError
 from hicache_ext.packages import need
 from hicache_ext.page.transforms.header import SHORTEST_SECRET, is_key_id
@@ -164,6 +164,20 @@ class SealKeyReference(Secret):
 
     id: str = ""
 
+    @classmethod
+    def parse(cls, value: object, key: str = "") -> SealKeyReference:
+        """As of any secret, with ``id`` beside it."""
+        if isinstance(value, SealKeyReference):
+            return value
+        if not isinstance(value, Mapping):
+            # Not repeated in the sentence: it may be a key.
+            raise ConfigError(key, "a key is never written here: reference it", _KEYS_ALLOWED)
+        id = value.get("id")
+        if not isinstance(id, str) or not is_key_id(id):
+            raise ConfigError(f"{key}.id", "required, and no such id is accepted", _ID_ALLOWED)
+        found = Secret.parse({name: value for name, value in value.items() if name != "id"}, key)
+        return cls(found.kind, found.name, key, id)
+
     def reveal(self) -> str:
         """The key, read now. Raises ConfigError also for what is not exactly one, and for one that can be guessed."""
         text = Secret.reveal(self)
@@ -178,28 +192,12 @@ class SealKeyReference(Secret):
         return text
 
 
-def _keys(value: object) -> tuple[SealKeyReference, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        raise ConfigError("", f"{kind_of(value)} is not accepted", _KEYS_ALLOWED)
-    found: list[SealKeyReference] = []
-    for number, given in enumerate(value):
-        if isinstance(given, SealKeyReference):
-            found.append(given)
-            continue
-        if not isinstance(given, Mapping):
-            # Not repeated in the sentence: it may be a key.
-            raise ConfigError(f"[{number}]", "a key is never written here: reference it", _KEYS_ALLOWED)
-        id = given.get("id")
-        if not isinstance(id, str) or not is_key_id(id):
-            raise ConfigError(f"[{number}].id", "required, and no such id is accepted", _ID_ALLOWED)
-        if any(id == known.id for known in found):
+def _distinct(keys: tuple[SealKeyReference, ...]) -> tuple[SealKeyReference, ...]:
+    ids = [key.id for key in keys]
+    for number, id in enumerate(ids):
+        if id in ids[:number]:
             raise ConfigError(f"[{number}].id", f"two keys have the id {id}")
-        try:
-            key = SealKeyReference.parse({key: value for key, value in given.items() if key != "id"})
-        except ConfigError as error:
-            raise ConfigError(f"[{number}]", error.problem, error.allowed) from None
-        found.append(SealKeyReference(key.kind, key.name, id=id))
-    return tuple(found)
+    return keys
 
 
 class SealConfig(ConfigModel):
@@ -211,8 +209,7 @@ class SealConfig(ConfigModel):
     mode: Literal["authenticate", "encrypt"]
     """authenticate: nobody without a key makes a page; encrypt: nor reads one, nor its name"""
     keys: Annotated[
-        tuple[SealKeyReference, ...],
-        Allowed(_KEYS_ALLOWED, _keys),
+        tuple[SealKeyReference, ...], from_list, Field(min_length=1), AfterValidator(_distinct), Allowed(_KEYS_ALLOWED)
     ]
     """keys, by reference; pages of each are read, and new ones are written with the first"""
 

@@ -97,7 +97,6 @@ class TierConfig(ConfigModel):
     """learned: pages that will hardly return in time are stored at their second request"""
     write_budget: Annotated[float | None, Allowed(BUDGET_ALLOWED, parse_budget)] = None
     """what all ranks of this server together may write to the tier; left out: no limit"""
-    _writers: int = PrivateAttr(default=1)
     _only_read: bool = PrivateAttr(default=False)
 
     keeps_timeout: ClassVar[bool] = False
@@ -123,17 +122,6 @@ class TierConfig(ConfigModel):
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     @property
-    def writers(self) -> int:
-        """Ranks of this server that write to the tier."""
-        return self._writers
-
-    def written_by(self, ranks: int) -> Self:
-        """This tier, with so many ranks that write to it."""
-        mine = self.model_copy()
-        mine._writers = max(1, ranks)
-        return mine
-
-    @property
     def only_read(self) -> bool:
         """Whether this server writes nothing to it: then it needs no permission to."""
         return self._only_read
@@ -147,11 +135,6 @@ class TierConfig(ConfigModel):
     def directories(self) -> tuple[str, ...]:
         """The local directories this tier owns; no two tiers may share one."""
         return ()
-
-    @property
-    def may_be_private(self) -> bool:
-        """Whether it may turn out, by ``sharing``, that no other machine has its pages. Looks at nothing."""
-        return not self.remote
 
     @property
     def tells_pages(self) -> bool:

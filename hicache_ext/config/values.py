@@ -20,10 +20,12 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, TypeVar
+
+from pydantic import BeforeValidator
 
 from hicache_ext.config.problems import did_you_mean, quoted, refuse, shown
 from hicache_ext.errors import ConfigError
@@ -243,6 +245,13 @@ def or_auto(parse: Parser[Any] = lambda value: value) -> Parser[Any]:
     return or_word(None, None, or_word("auto", None, parse))
 
 
+def text(value: object) -> str:
+    """Text that can be printed, templates expanded."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise refuse(value)
+    return expand_templates(value)
+
+
 def absolute_path(value: object) -> str:
     """An absolute path, templates expanded. Errors show it as written: no environment variable is shown."""
     if not isinstance(value, str) or not value or "\0" in value:
@@ -251,6 +260,26 @@ def absolute_path(value: object) -> str:
     if not os.path.isabs(path):
         raise ConfigError("", f"{quoted(value)} is not an absolute path", "")
     return path
+
+
+from_list = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""For a field that is a tuple: the file has a list."""
+
+
+def one_or_more(parse: Callable[[object, str, Sequence[Value]], Value]) -> Parser[tuple[Value, ...]]:
+    """One value or a list of them. ``parse`` takes what was written, the key of its place, and those before it."""
+
+    def parse_all(value: object) -> tuple[Value, ...]:
+        if not isinstance(value, list | tuple):
+            return (parse(value, "", ()),)
+        if not value:
+            raise ConfigError("", "the list is empty", "")
+        found: list[Value] = []
+        for position, written in enumerate(value):
+            found.append(parse(written, f"[{position}]", found))
+        return tuple(found)
+
+    return parse_all
 
 
 def directory_relation(path: str, other: str) -> str:

@@ -141,7 +141,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
             raise UnsupportedError("--enable-pd-role-switch", reason, "leave it out, or the storage backend")
         self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
-        view = server_view(self._facts.role, int(storage_config.tp_rank or 0), _writers(storage_config))
+        view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
         if self._facts.config_file is not None and os.path.isfile(self._facts.config_file):
             # SGLang has parsed it: with a YAML parser that takes 010 for 8, and of a key written twice the last value.
             read_document(self._facts.config_file)
@@ -184,7 +184,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                 self._recorder = recording_of(self._config, storage_config, self.served)
             if self._recorder is not None:
                 self.export_also(self._recorder.metrics)
-            self._store = open_tiers(self._config)
+            self._store = open_tiers(self._config, writers=_writers(storage_config))
             closing.callback(self._store.close)
             self._begin_to_serve(storage_config, view, closing, exporting, speaks)
             attached.add(self)

@@ -9,25 +9,25 @@ from hicache_ext.errors import ConfigError
 from hicache_ext.storage.tiering.reload import ReloadableStore
 
 
-def open_tiers(config: HicacheExtConfig) -> ReloadableStore:
+def open_tiers(config: HicacheExtConfig, *, writers: int = 1) -> ReloadableStore:
     """The store that SGLang's calls go to: every tier opened, its guards around it, the tiers put together.
+    ``writers``: how many ranks of the server write pages of their own.
 
     Raises StoreSetupError for a required tier that cannot start, after closing what was opened before; a tier with
     ``required: false`` is opened later by itself.
     """
-    return ReloadableStore(config)
+    return ReloadableStore(config, writers)
 
 
-def server_view(role: ServerRole, tp_rank: int, writers: int = 1) -> Callable[[HicacheExtConfig], HicacheExtConfig]:
-    """What a server of ``role`` goes by, on this rank, of what a file that several share says. ``writers``: how many of
-    its ranks write pages of their own.
+def server_view(role: ServerRole, tp_rank: int) -> Callable[[HicacheExtConfig], HicacheExtConfig]:
+    """What a server of ``role`` goes by, on this rank, of what a file that several share says.
 
     The view raises ConfigError where the file has nothing for this rank.
     """
 
     def view(config: HicacheExtConfig) -> HicacheExtConfig:
         mine = config.for_role(role)
-        tiers = {name: _for_rank(name, tier, tp_rank).written_by(writers) for name, tier in mine.tiers.items()}
+        tiers = {name: _for_rank(name, tier, tp_rank) for name, tier in mine.tiers.items()}
         return mine.model_copy(update={"tiers": tiers})
 
     return view

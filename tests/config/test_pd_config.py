@@ -9,6 +9,7 @@ import pytest
 from hicache_ext.config import load_config
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, ServerRole, hints_over
 from hicache_ext.errors import ConfigError
+from hicache_ext.storage.tiering.tier_use import tier_use
 
 
 def section(**pd: Any) -> dict[str, Any]:
@@ -114,10 +115,10 @@ def test_hints_that_go_nowhere_are_refused(
     role: ServerRole, tiers: dict[str, Any], section: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        load_config(ExtraConfig.around({"tiers": tiers, "role": role, **with_hints_on(section)}))
+        tier_use(load_config(ExtraConfig.around({"tiers": tiers, "role": role, **with_hints_on(section)})))
     # Where the role comes from the launch it shows when the server looks at its own part of the file.
     with pytest.raises(ConfigError, match=rf"^hicache_ext\.{sentence}"):
-        with_hints(role, tiers, **section)
+        tier_use(with_hints(role, tiers, **section))
 
 
 def with_hints_on(section: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def load(**settings: object) -> RedisTierConfig:
 def test_an_address_is_enough():
     tier = load(url="redis://pool")
     assert tier.endpoints == (("pool", 6379),)
-    assert (tier.cluster, tier.database, tier.prefix, tier.connections) == ("auto", 0, "hicache_ext:", 4)
+    assert (tier.cluster, tier.database, tier.prefix, tier.connections) == (None, 0, "hicache_ext:", 4)
     assert (tier.ttl, tier.timeout, tier.required, tier.tls) == (None, None, True, False)
 
 
@@ -140,7 +140,7 @@ def test_the_summary_and_the_repr_hold_no_secret(monkeypatch):
             {"url": ["redis://a", "redis://b"], "cluster": False},
             f"{P}.cluster: several addresses are nodes of a cluster; allowed: auto, true",
         ),
-        ({"cluster": "yes"}, f"{P}.cluster: the text 'yes' is not accepted; allowed: auto, true, false"),
+        ({"cluster": "yes"}, f"{P}.cluster: the text 'yes' is not accepted; allowed: true, false, or auto"),
         (
             {"password": "hunter2"},
             f"{P}.password: a secret is never written here: put it in an environment variable or a file and reference "

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hicache_ext.config import load_config, tier_types
-from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.errors import ConfigError
 
 HEAD = """\
 backend_name: hicache_ext
@@ -392,6 +392,16 @@ WRONG_FILES = [
         "an unknown key that holds a password", "password: hunter2", f"{N}.password: unknown key; allowed: {TIER_KEYS}"
     ),
     tier("no capacity", "capacity: -", f"{N}.capacity: required; allowed: {CAPACITY}"),
+    tier(
+        "slabs without a capacity",
+        "capacity: unlimited\nlayout: slab",
+        f"{N}.capacity: the slab layout preallocates its files; allowed: a size such as 512GiB",
+    ),
+    tier(
+        "page files past the page cache",
+        "layout: pages\nio: direct",
+        f"{N}.io: 'direct' needs layout slab: page files are not aligned; allowed: auto, buffered",
+    ),
     tier("no path", "path: -", f"{N}.path: required; allowed: {PATH}"),
     tier("an empty capacity", "capacity: ~", f"{N}.capacity: an empty value is not accepted; allowed: {CAPACITY}"),
     tier(
@@ -565,7 +575,7 @@ def test_every_wrong_place_of_a_file_is_reported_in_one_error(tmp_path: Path) ->
         + "hicache_ext:\n  role: prefil\n  tiers:\n    nvme: {type: file, path: cache, capacity: 1G, io: fast}\n"
         "    pool: {type: teapot}\n  retrieve_locations: [nvme, pol]\n  promote: nvme\n"
     )
-    with pytest.raises(ConfigErrors) as raised:
+    with pytest.raises(ConfigError) as raised:
         load_config(file)
     keys = [error.key for error in raised.value.errors]
     assert keys == [
@@ -604,7 +614,7 @@ def test_every_wrong_place_of_a_file_is_reported_in_one_error(tmp_path: Path) ->
     ids=["names", "contradictions"],
 )
 def test_everything_that_does_not_fit_together_is_reported_in_one_error(section: str, keys: list[str]) -> None:
-    with pytest.raises(ConfigErrors) as raised:
+    with pytest.raises(ConfigError) as raised:
         load_config(yaml.safe_load(HEAD) | {"hicache_ext": yaml.safe_load(two(section))})
     assert [error.key for error in raised.value.errors] == [f"hicache_ext.{key}" for key in keys]
 

@@ -17,7 +17,7 @@ from hicache_ext.config import TierConfig, load_config, load_document, tier_type
 from hicache_ext.config.load import read_text
 from hicache_ext.config.model import ExtraConfig, HicacheExtConfig, PullConfig, RoleConfig
 from hicache_ext.config.schema import Allowed, allowed_for
-from hicache_ext.errors import ConfigError, ConfigErrors
+from hicache_ext.errors import ConfigError
 
 FILE = {"type": "file", "path": "/tmp/hicache-words", "capacity": "1GiB"}
 
@@ -149,7 +149,7 @@ def test_of_sglangs_own_keys_as_well(tmp_path: Path) -> None:
 
 def test_each_of_several_is_named_in_the_order_of_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "      ttl: 010\n  model: {weights_epoch: 0_7}\nprefetch_timeout_base: 1:00\n")
-    with pytest.raises(ConfigErrors) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_document(file)
     assert [one.key for one in caught.value.errors] == [
         "hicache_ext.tiers.a.ttl",

@@ -58,15 +58,15 @@ _LATER = dict.fromkeys(
 class ReloadableStore(TieredStore):
     """The tiers of a configuration, which may be replaced by those of another. Threads: any."""
 
-    def __init__(self, config: HicacheExtConfig) -> None:
-        """Opens the tiers. Raises StoreSetupError or ConfigError."""
+    def __init__(self, config: HicacheExtConfig, writers: int = 1) -> None:
+        """Opens the tiers; ``writers`` ranks of this server write to each. Raises StoreSetupError or ConfigError."""
         tier_use(config)  # before anything is opened: it may raise
         _put_tenants_in_force(config)
-        self._config = config
+        self._config, self._writers = config, writers
         # Of the start: the identities of pages keep them, also when the last such tier is gone.
         self._lossy_codecs = config.lossy_codecs
         self._reloading = threading.Lock()
-        self._live = open_live_tiers(used_tiers(config), config.role, measured=_is_measured(config))
+        self._live = open_live_tiers(used_tiers(config), config.role, writers, measured=_is_measured(config))
         with ExitStack() as undo:
             for tier in self._live.values():
                 undo.callback(tier.close)
@@ -110,7 +110,7 @@ class ReloadableStore(TieredStore):
         try:
             with ExitStack() as undo:
                 new = {name: tier for name, tier in wanted.items() if name not in before}
-                opened = open_live_tiers(new, config.role, measured=_is_measured(self._config))
+                opened = open_live_tiers(new, config.role, self._writers, measured=_is_measured(self._config))
                 for tier in opened.values():
                     undo.callback(tier.close)
                 seals = {name: seal for name in changed if (seal := _new_seal(name, before[name], wanted[name]))}
@@ -134,7 +134,7 @@ class ReloadableStore(TieredStore):
             # Nor what was read ahead with it: who has a key that leaked may have made these pages.
             self.forget_what_was_fetched(before[name])
         for name, tier in changed.items():
-            tier.admit_by(admission_of(wanted[name], config.role))
+            tier.admit_by(admission_of(wanted[name], config.role, self._writers))
             _put_limits(tier, wanted[name])
             tier.config = wanted[name]
         for name, tier in before.items():
@@ -146,6 +146,7 @@ class ReloadableStore(TieredStore):
         for key, reason in _FIXED.items():
             if getattr(config, key) != getattr(self._config, key):
                 yield ConfigError(f"hicache_ext.{key}", f"cannot change while the server runs: {reason}")
+        directories = {directory: name for name, live in self._live.items() for directory in live.config.directories()}
         for name, tier in used_tiers(config).items():
             if tier.codec in LOSSY_CODECS and tier.codec not in self._lossy_codecs:
                 problem = f"{tier.codec} cannot begin while the server runs: it is part of every page's identity"
@@ -156,9 +157,6 @@ class ReloadableStore(TieredStore):
                     _new_seal(name, self._live[name], tier)
                 except ConfigError as error:
                     yield error
-        directories = {directory: name for name, live in self._live.items() for directory in live.config.directories()}
-        for name, tier in used_tiers(config).items():
-            if name in self._live:
                 continue
             for directory in tier.directories():
                 if directory in directories:
@@ -282,7 +280,9 @@ def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
     }
 
 
-def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: bool = False) -> dict[str, TierHandle]:
+def open_live_tiers(
+    configs: Mapping[str, TierConfig], role: str, writers: int = 1, *, measured: bool = False
+) -> dict[str, TierHandle]:
     """Open all of these tiers, or none. ``measured``: for the pull rule. Raises StoreSetupError or ConfigError."""
     opened: dict[str, TierHandle] = {}
     with ExitStack() as undo:
@@ -300,7 +300,7 @@ def open_live_tiers(configs: Mapping[str, TierConfig], role: str, *, measured: b
 
                 store = MeasuredStore(store)
             handle = TierHandle(store, bare=bare)
-            handle.admit_by(admission_of(config, role))
+            handle.admit_by(admission_of(config, role, writers))
             handle.config = config
             opened[name] = handle
         undo.pop_all()
@@ -345,15 +345,15 @@ def arrange(config: HicacheExtConfig, tiers: Mapping[str, TierHandle]) -> Arrang
     )
 
 
-def admission_of(config: TierConfig, role: str) -> AdmissionSettings | None:
-    """What decides which pages the tier is given; None where it is given all. A decode node learns nothing: it never
-    sees who reads its pages."""
+def admission_of(config: TierConfig, role: str, writers: int = 1) -> AdmissionSettings | None:
+    """What decides which pages the tier is given, whose budget ``writers`` ranks share; None where it is given all. A
+    decode node learns nothing: it never sees who reads its pages."""
     budget, learned = config.write_budget, config.admission == "learned" and role != "decode"
     if not learned and budget is None:
         return None
     from hicache_ext.storage.tiering.admission import AdmissionSettings
 
-    return AdmissionSettings(learned, None if budget is None else budget / config.writers, config.writers)
+    return AdmissionSettings(learned, None if budget is None else budget / writers, writers)
 
 
 def _open(name: str, config: TierConfig) -> PageStore:

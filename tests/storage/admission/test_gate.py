@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache_ext.config import ExtraConfig, TierConfig, load_config
+from hicache_ext.config import ExtraConfig, HicacheExtConfig, TierConfig, load_config
+from hicache_ext.config.tier import parse_budget
 from hicache_ext.runtime.call_deadline import answering_at_once
 from hicache_ext.storage.contract.reports import reported
 from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, SetResult
 from hicache_ext.storage.contract.tenants import DEFAULT
-from hicache_ext.storage.opening import server_view
+from hicache_ext.storage.opening import open_tiers
 from hicache_ext.storage.tiering.admission import Admission, AdmissionSettings, WriteBudget
 from hicache_ext.storage.tiering.reload import admission_of
 from hicache_ext.storage.tiering.tier_handle import TierHandle
@@ -219,13 +222,29 @@ def test_series_are_there_before_the_first_page(tier: TierHandle) -> None:
 
 def _tier(**settings: object) -> TierConfig:
     tiers = {"near": {"type": "file", "path": "/near", "capacity": "1GiB", **settings}}
-    return server_view("both", 0, writers=4)(load_config(ExtraConfig.around({"tiers": tiers}))).tiers["near"]
+    return load_config(ExtraConfig.around({"tiers": tiers})).tiers["near"]
 
 
 def test_ranks_share_the_budget_and_the_capacity() -> None:
-    assert admission_of(_tier(admission="learned", write_budget="400MB/s"), "prefill") == AdmissionSettings(
+    assert admission_of(_tier(admission="learned", write_budget="400MB/s"), "prefill", 4) == AdmissionSettings(
         learned=True, budget=1e8, writers=4
     )
+
+
+def test_a_reload_keeps_how_many_ranks_share_the_budget(tmp_path: Path) -> None:
+    def configured(budget: str) -> HicacheExtConfig:
+        disk = {"type": "file", "path": str(tmp_path / "near"), "capacity": "64MiB", "layout": "pages"}
+        return load_config(ExtraConfig.around({"tiers": {"near": {**disk, "write_budget": budget}}}))
+
+    store = open_tiers(configured("400MB/s"), writers=4)
+    with closing(store):
+        for budget in ("400MB/s", "800MB/s"):
+            store.reload(configured(budget))
+            (tier,) = store.tiers
+            assert isinstance(tier, TierHandle)
+            admission = tier.admission
+            assert admission is not None
+            assert admission.settings == AdmissionSettings(False, parse_budget(budget) / 4, writers=4)
 
 
 def test_a_tier_that_writes_everything_has_no_admission() -> None:
@@ -234,7 +253,7 @@ def test_a_tier_that_writes_everything_has_no_admission() -> None:
 
 def test_a_decode_node_learns_nothing_and_keeps_its_budget() -> None:
     assert admission_of(_tier(admission="learned"), "decode") is None
-    settings = admission_of(_tier(admission="learned", write_budget="3.456TB/day"), "decode")
+    settings = admission_of(_tier(admission="learned", write_budget="3.456TB/day"), "decode", 4)
     assert settings == AdmissionSettings(learned=False, budget=1e7, writers=4)
 
 

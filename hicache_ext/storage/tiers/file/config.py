@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import field_validator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import model_validator
 
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed
@@ -21,6 +20,7 @@ from hicache_ext.config.values import (
     expand_templates,
     format_duration,
     format_size,
+    one_or_more,
     or_auto,
     or_word,
     size,
@@ -38,25 +38,8 @@ _GROUP_ALLOWED = "the name of a group or its number, with mode: group"
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,255}")
 
 
-def parse_paths(value: object) -> tuple[str, ...]:
-    """Absolute, normalised, distinct directories, none inside another, templates expanded."""
-    single = isinstance(value, str)
-    written: Sequence[object] = [value] if single else value if isinstance(value, list | tuple) else []
-    if not written:
-        problem = "the list is empty" if isinstance(value, list | tuple) else f"{shown(value)} is not accepted"
-        raise ConfigError("", problem, _PATH_ALLOWED)
-    paths: list[str] = []
-    for position, text in enumerate(written):
-        place = "" if single else f"[{position}]"
-        path = _parse_path(text, place)
-        for earlier, other in enumerate(paths):
-            if relation := directory_relation(path, other):
-                raise ConfigError(place, f"{quoted(str(text))} {relation} path[{earlier}]", "distinct directories")
-        paths.append(path)
-    return tuple(paths)
-
-
-def _parse_path(text: object, place: str) -> str:
+def _path(text: object, place: str, others: Sequence[str]) -> str:
+    """Absolute, normalised, none inside another, templates expanded."""
     if not isinstance(text, str):
         raise refuse(text, _PATH_ALLOWED, place)
     if not text or "\0" in text:
@@ -70,6 +53,9 @@ def _parse_path(text: object, place: str) -> str:
     normalised = "/" + os.path.normpath(path).lstrip("/")
     if normalised == "/":
         raise ConfigError(place, "the root directory cannot be a cache directory", _PATH_ALLOWED)
+    for earlier, other in enumerate(others):
+        if relation := directory_relation(normalised, other):
+            raise ConfigError(place, f"{quoted(text)} {relation} path[{earlier}]", "distinct directories")
     return normalised
 
 
@@ -91,7 +77,7 @@ class FileTierConfig(TierConfig):
     """Local disks and shared file systems."""
 
     type: Literal["file"] = "file"
-    path: Annotated[tuple[str, ...], Allowed(_PATH_ALLOWED, parse_paths)]
+    path: Annotated[tuple[str, ...], Allowed(_PATH_ALLOWED, one_or_more(_path))]
     """directories of this tier alone; pages are spread over them"""
     capacity: Annotated[
         int | None,
@@ -121,13 +107,6 @@ class FileTierConfig(TierConfig):
     require_mount: bool = False
     """true: no start while a path is on the root file system"""
 
-    @field_validator("group", mode="after")
-    @classmethod
-    def _a_group_has_its_mode(cls, group: str | int | None, info: ValidationInfo) -> str | int | None:
-        if group is not None and info.data.get("mode") == "private":
-            raise ConfigError("", "files of mode private have no group", "with mode: group")
-        return group
-
     removed: ClassVar[Mapping[str, str]] = {"open_files": "a process keeps at most 512 files of slabs open per path"}
     live_keys: ClassVar[frozenset[str]] = TierConfig.live_keys | {"capacity"}
     block: ClassVar[int] = 4096
@@ -135,19 +114,8 @@ class FileTierConfig(TierConfig):
     lists_pages: ClassVar[bool] = True
     keeps_identities: ClassVar[bool] = True
 
-    @field_validator("shared", mode="after")
-    @classmethod
-    def _slabs_belong_to_one_machine(cls, shared: bool | None, info: ValidationInfo) -> bool | None:
-        if shared and info.data.get("layout") == "slab":
-            raise ConfigError("", "slabs belong to one machine", "false, or layout: pages")
-        return shared
-
     def directories(self) -> tuple[str, ...]:
         return self.path
-
-    @property
-    def may_be_private(self) -> bool:
-        return not self.shared
 
     def sharing(self) -> Sharing:
         if self.shared is not None:
@@ -160,3 +128,16 @@ class FileTierConfig(TierConfig):
         capacity = "unlimited" if self.capacity is None else format_size(self.capacity)
         ttl = "" if self.ttl is None else f", ttl {format_duration(self.ttl)}"
         return f"file, capacity {capacity}{ttl}, {', '.join(self.path)}"
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if self.group is not None and self.mode == "private":
+            raise ConfigError(".group", "files of mode private have no group", "with mode: group")
+        if self.layout == "slab" and self.shared:
+            raise ConfigError(".shared", "slabs belong to one machine", "false, or layout: pages")
+        if self.layout == "slab" and self.capacity is None:
+            raise ConfigError(".capacity", "the slab layout preallocates its files", "a size such as 512GiB")
+        if self.layout == "pages" and self.io == "direct":
+            problem = "'direct' needs layout slab: page files are not aligned"
+            raise ConfigError(".io", problem, "auto, buffered")
+        return self

@@ -29,11 +29,6 @@ _warned_of_root: set[tuple[str, str]] = set()
 
 def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
     """The store for ``tiers.<name>`` of type file. Raises ConfigError or StoreSetupError."""
-    key = f"hicache_ext.tiers.{name}"
-    if tier.layout == "slab" and tier.capacity is None:
-        raise ConfigError(f"{key}.capacity", "the slab layout preallocates its files", "a size such as 512GiB")
-    if tier.layout == "pages" and tier.io == "direct":
-        raise ConfigError(f"{key}.io", "'direct' needs layout slab: page files are not aligned", "auto, buffered")
     for path in tier.path:
         root = on_root_file_system(path)
         # Once in a process: a tier that cannot start is opened again and again.
@@ -45,7 +40,7 @@ def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
 
 
 def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
-    """The store, without a look at what the configuration says of it as a whole. Raises as ``open_file_tier``."""
+    """The store, without a warning. Raises as ``open_file_tier``."""
     access = _access(f"hicache_ext.tiers.{name}", tier)
     metrics, evicted_age = TierMetrics(name), RecentMean()
     paths, shared = [Path(path) for path in tier.path], tier.sharing().shared

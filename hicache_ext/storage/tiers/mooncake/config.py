@@ -11,7 +11,15 @@ from pydantic import Field
 from hicache_ext.config.problems import quoted, refuse, shown
 from hicache_ext.config.schema import Allowed
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import SIZE_ALLOWED, expand_templates, format_size, or_word, parse_size, whole_number
+from hicache_ext.config.values import (
+    SIZE_ALLOWED,
+    expand_templates,
+    format_size,
+    or_word,
+    parse_size,
+    text,
+    whole_number,
+)
 from hicache_ext.errors import ConfigError
 
 _ADDRESS_ALLOWED = "host:port, such as 10.0.0.1:50051"
@@ -19,10 +27,9 @@ _MASTER_ALLOWED = "host:port, such as 10.0.0.1:50051, or etcd://host:port;host:p
 _DEVICES_ALLOWED = (
     "device names in one text such as 'mlx5_0,mlx5_1', a list with one text per tp rank, or {'0': text, '1': text}"
 )
-_NAME_ALLOWED = "letters, digits, '_', '-' and '.'"
 ETCD = "etcd://"
 _HOST = re.compile(r"[^\s,;/:]+|\[[^\s,;/]+\]")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$"), Allowed("letters, digits, '_', '-' and '.'")]
 
 Devices = str | dict[int, str]
 
@@ -44,18 +51,6 @@ def _master(value: object) -> str:
     if not written.startswith(ETCD):
         raise ConfigError("", f"{quoted(value)}: the library finds masters through etcd alone", _MASTER_ALLOWED)
     return ETCD + ";".join(_address(address, _MASTER_ALLOWED) for address in written.removeprefix(ETCD).split(";"))
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise refuse(value, "text")
-    return expand_templates(value)
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise refuse(value, _NAME_ALLOWED)
-    return value
 
 
 def parse_devices(value: object) -> Devices:
@@ -92,14 +87,14 @@ class MooncakeTierConfig(RemoteTierConfig):
     master: Annotated[str, Allowed(_MASTER_ALLOWED, _master)]
     """address of mooncake_master, or of the etcd that knows which one leads"""
     metadata_server: Annotated[
-        str, Allowed("P2PHANDSHAKE, or an address such as http://10.0.0.1:8080/metadata", _text)
+        str, Allowed("P2PHANDSHAKE, or an address such as http://10.0.0.1:8080/metadata", text)
     ] = "P2PHANDSHAKE"
     """of the transfer engine; P2PHANDSHAKE needs none"""
     protocol: Literal["tcp", "rdma"] = "tcp"
     """how pages travel"""
     devices: Annotated[Devices, Allowed(_DEVICES_ALLOWED, parse_devices)] = ""
     """RDMA devices, for all ranks or per tp rank; empty: the library chooses"""
-    local_hostname: Annotated[str, Allowed("a host name or address; {hostname} and {env:NAME} are replaced", _text)] = (
+    local_hostname: Annotated[str, Allowed("a host name or address; {hostname} and {env:NAME} are replaced", text)] = (
         Field(default="{hostname}", validate_default=True)
     )
     """under which the cluster reaches this node"""
@@ -109,9 +104,9 @@ class MooncakeTierConfig(RemoteTierConfig):
     """copies of each page"""
     hard_pin: bool = False
     """never evict these pages"""
-    prefix: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "hicache_ext"
+    prefix: _Name = "hicache_ext"
     """first part of every object's name"""
-    tenant: Annotated[str, Allowed(_NAME_ALLOWED, _name)] = "default"
+    tenant: _Name = "default"
     """of a master with tenants"""
     metrics: Annotated[str | None, Allowed(_ADDRESS_ALLOWED, or_word(None, None, _address))] = None
     """address of the master's metrics, for hicache-ext doctor"""

@@ -12,7 +12,7 @@ from hicache_ext.config.problems import quoted, refuse
 from hicache_ext.config.schema import Allowed
 from hicache_ext.config.secrets import SECRET_ALLOWED, SecretOrNone
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import absolute_path, expand_templates, or_word, whole_number
+from hicache_ext.config.values import absolute_path, expand_templates, not_empty, or_word, text, whole_number
 from hicache_ext.errors import ConfigError
 
 MOST_REQUESTS = 256
@@ -20,7 +20,6 @@ MOST_REQUESTS = 256
 _URL_ALLOWED = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory"
 _ENDPOINT_ALLOWED = "http(s)://host[:port][/path]"
 _SSE_ALLOWED = "s3, kms, dsse, customer"
-_TEXT_ALLOWED = "text"
 _CA_FILE_ALLOWED = "an absolute path to a PEM file"
 _SCHEMES = ("s3", "gs", "az", "file")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", re.ASCII)
@@ -53,10 +52,8 @@ def parse_url(value: object) -> str:
     return text.rstrip("/")
 
 
-def parse_endpoint(value: object) -> str | None:
+def parse_endpoint(value: object) -> str:
     """A base address, with a path where the store is below one, and without credentials."""
-    if value is None:
-        return None
     if not isinstance(value, str):
         raise refuse(value, _ENDPOINT_ALLOWED)
     text = expand_templates(value).rstrip("/")
@@ -70,21 +67,7 @@ def parse_endpoint(value: object) -> str | None:
     return text
 
 
-def _word(value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise refuse(value, _TEXT_ALLOWED)
-    return expand_templates(value)
-
-
-def _sse(value: object) -> object:
-    if value is None:  # who forgets the word wants them encrypted all the same
-        raise refuse(value)
-    return value
-
-
-_Word = Annotated[str | None, Allowed(_TEXT_ALLOWED, _word)]
+_Word = Annotated[str | None, Allowed("text", or_word(None, None, text))]
 
 
 class ObjectTierConfig(RemoteTierConfig):
@@ -96,7 +79,7 @@ class ObjectTierConfig(RemoteTierConfig):
     type: Literal["object"] = "object"
     url: Annotated[str, Allowed(_URL_ALLOWED, parse_url)]
     """the bucket or container, and the prefix that belongs to this package alone"""
-    endpoint: Annotated[str | None, Allowed(_ENDPOINT_ALLOWED, parse_endpoint)] = None
+    endpoint: Annotated[str | None, Allowed(_ENDPOINT_ALLOWED, or_word(None, None, parse_endpoint))] = None
     """the server's address where it is not the provider's own (MinIO, Ceph, R2, an emulator)"""
     region: _Word = None
     """S3: the bucket's region"""
@@ -108,7 +91,8 @@ class ObjectTierConfig(RemoteTierConfig):
     """S3: secret access key"""
     session_token: SecretOrNone = None
     """S3: token of temporary credentials"""
-    sse: Annotated[Literal["s3", "kms", "dsse", "customer"] | None, Allowed(_SSE_ALLOWED, _sse)] = None
+    # Not empty: who forgets the word wants them encrypted all the same.
+    sse: Annotated[Literal["s3", "kms", "dsse", "customer"] | None, Allowed(_SSE_ALLOWED, not_empty)] = None
     """S3: how objects are encrypted by the server; left out: as the bucket says"""
     sse_kms_key: _Word = None
     """S3: the key for sse: kms and dsse; left out: the account's own"""

@@ -8,13 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from hicache_ext.config.problems import quoted, refuse, shown
+from hicache_ext.config.problems import quoted, refuse
 from hicache_ext.config.schema import Allowed
 from hicache_ext.config.secrets import SecretOrNone
 from hicache_ext.config.tier import RemoteTierConfig
-from hicache_ext.config.values import absolute_path, duration, expand_templates, or_word, whole_number
+from hicache_ext.config.values import (
+    absolute_path,
+    duration,
+    expand_templates,
+    one_or_more,
+    or_auto,
+    or_word,
+    whole_number,
+)
 from hicache_ext.errors import ConfigError
 
 MOST_CONNECTIONS = 64
@@ -28,13 +36,12 @@ _URL_ALLOWED = (
     "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH, or a list of nodes of one cluster, or of Sentinels: "
     "redis+sentinel://HOST:PORT/SERVICE, rediss+sentinel://HOST:PORT/SERVICE"
 )
-_CLUSTER_ALLOWED = "auto, true, false"
 _PREFIX_ALLOWED = f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / -"
 _TTL_ALLOWED = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 _FILE_ALLOWED = "an absolute path"
 _NAME_ALLOWED = "text"
-
-_PREFIX = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}", re.ASCII)
+# Braces would be a hash tag: all pages on one node of a cluster. Blanks and wildcards serve nobody.
+_PREFIX = rf"^[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}$"
 
 _NAMED_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 
@@ -62,29 +69,20 @@ class Endpoint(NamedTuple):
         return self.host if self.is_path else f"{self.host}:{self.port}"
 
 
-def parse_urls(value: object) -> tuple[str, ...]:
-    """Addresses with templates expanded, each checked."""
-    single = isinstance(value, str)
-    written: Sequence[object] = [value] if single else value if isinstance(value, list | tuple) else []
-    if not written:
-        problem = "the list is empty" if isinstance(value, list | tuple) else f"{shown(value)} is not accepted"
-        raise ConfigError("", problem, _URL_ALLOWED)
-    urls: list[str] = []
-    for position, text in enumerate(written):
-        place = "" if single else f"[{position}]"
-        if not isinstance(text, str):
-            raise refuse(text, _URL_ALLOWED, place)
-        url = expand_templates(text, place)
-        _parse_url(url, text, place)
-        scheme, schemes = urlsplit(url).scheme, {urlsplit(other).scheme for other in urls}
-        if url in urls:
-            raise ConfigError(place, f"{quoted(text)} is there twice", "distinct addresses")
-        if schemes and ({scheme} != schemes or scheme == "unix"):
-            raise ConfigError(place, "nodes of one cluster are all redis:// or all rediss://", _URL_ALLOWED)
-        if scheme.endswith(SENTINEL) and urls and urlsplit(url).path != urlsplit(urls[0]).path:
-            raise ConfigError(place, "the Sentinels of one tier are asked for one service", _URL_ALLOWED)
-        urls.append(url)
-    return tuple(urls)
+def _url(text: object, place: str, others: Sequence[str]) -> str:
+    """An address with templates expanded, checked."""
+    if not isinstance(text, str):
+        raise refuse(text, _URL_ALLOWED, place)
+    url = expand_templates(text, place)
+    _parse_url(url, text, place)
+    scheme, schemes = urlsplit(url).scheme, {urlsplit(other).scheme for other in others}
+    if url in others:
+        raise ConfigError(place, f"{quoted(text)} is there twice", "distinct addresses")
+    if schemes and ({scheme} != schemes or scheme == "unix"):
+        raise ConfigError(place, "nodes of one cluster are all redis:// or all rediss://", _URL_ALLOWED)
+    if scheme.endswith(SENTINEL) and others and urlsplit(url).path != urlsplit(others[0]).path:
+        raise ConfigError(place, "the Sentinels of one tier are asked for one service", _URL_ALLOWED)
+    return url
 
 
 def _parse_url(url: str, written: str, place: str) -> Endpoint:
@@ -121,19 +119,6 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
     return Endpoint(parts.hostname, port or (SENTINEL_PORT if sentinel else DEFAULT_PORT))
 
 
-def parse_cluster(value: object) -> bool | Literal["auto"]:
-    if value == "auto" or isinstance(value, bool):
-        return value
-    raise refuse(value, _CLUSTER_ALLOWED)
-
-
-def parse_prefix(value: object) -> str:
-    # Braces would be a hash tag: all pages on one node of a cluster. Blanks and wildcards serve nobody.
-    if not isinstance(value, str) or not _PREFIX.fullmatch(value):
-        raise refuse(value, _PREFIX_ALLOWED)
-    return value
-
-
 def _ttl(value: object) -> int:
     seconds = duration(1, LONGEST_TTL)(value)
     if seconds != int(seconds):
@@ -163,9 +148,9 @@ class RedisTierConfig(RemoteTierConfig):
     }
 
     type: Literal["redis"] = "redis"
-    url: Annotated[tuple[str, ...], Allowed(_URL_ALLOWED, parse_urls)]
+    url: Annotated[tuple[str, ...], Allowed(_URL_ALLOWED, one_or_more(_url))]
     """the server, or some nodes of the cluster; the others are found"""
-    cluster: Annotated[bool | Literal["auto"], Allowed(_CLUSTER_ALLOWED, parse_cluster)] = "auto"
+    cluster: Annotated[bool | None, Allowed("true, false, or auto", or_auto())] = None
     """auto: as the server says"""
     password: SecretOrNone = None
     """of the user, by reference"""
@@ -177,7 +162,7 @@ class RedisTierConfig(RemoteTierConfig):
     """ACL user of the Sentinels"""
     database: Annotated[int, Allowed("a whole number from 0 to 65535", whole_number(0, 65535))] = 0
     """a cluster has only 0"""
-    prefix: Annotated[str, Allowed(_PREFIX_ALLOWED, parse_prefix)] = "hicache_ext:"
+    prefix: Annotated[str, Field(pattern=_PREFIX), Allowed(_PREFIX_ALLOWED)] = "hicache_ext:"
     """what every key of this tier begins with"""
     connections: Annotated[int, Allowed(f"1 to {MOST_CONNECTIONS}", whole_number(1, MOST_CONNECTIONS))] = 4
     """connections that carry pages, per node and rank"""
