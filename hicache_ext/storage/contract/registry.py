@@ -120,10 +120,12 @@ def _missing_packages_named(name: str, kind: TierType) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if (error.name or "").partition(".")[0] == "hicache_ext":
+        package = (error.name or "").partition(".")[0]
+        if package == "hicache_ext":
             raise
-        remedies = [kind.install] if kind.install else []
-        raise StoreSetupError(name, f"a package that it needs cannot be imported ({error})", remedies) from None
+        is_of_others = package not in ("", type(kind).__module__.partition(".")[0])
+        remedies = [kind.install] if kind.install and is_of_others else []
+        raise StoreSetupError(name, f"a package that it needs cannot be imported ({error})", remedies) from error
 
 
 def series_of_type(name: str) -> Mapping[str, Sequence[str]]:

@@ -10,7 +10,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
@@ -145,13 +145,20 @@ def identities_of(keys: Sequence[bytes]) -> list[bytes]:
     return list(dict.fromkeys([key[:IDENTITY_LENGTH] for key in keys]))
 
 
+def positions_by_identity(keys: Sequence[bytes]) -> Mapping[bytes, Sequence[int]]:
+    """Return the positions of the pages of each identity."""
+    if isinstance(keys, PageKeys):
+        return {keys.identity: range(len(keys))} if len(keys) else {}
+    return grouped([key[:IDENTITY_LENGTH] for key in keys])
+
+
 def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys]]:
-    """The pages of each identity: their positions, and their keys."""
-    if not isinstance(keys, PageKeys):
-        for identity, positions in grouped([key[:IDENTITY_LENGTH] for key in keys]).items():
+    """Yield the pages of each identity: their positions, and their keys as numbers."""
+    for identity, positions in positions_by_identity(keys).items():
+        if isinstance(keys, PageKeys):
+            yield positions, keys
+        else:
             yield positions, PageKeys.of_joined(identity, b"".join([keys[i][IDENTITY_LENGTH:] for i in positions]))
-    elif len(keys):
-        yield range(len(keys)), keys
 
 
 def grouped(names: Iterable[_T]) -> dict[_T, list[int]]:
@@ -166,7 +173,9 @@ def chosen_keys(keys: Sequence[bytes], positions: Sequence[int] | npt.NDArray[np
     """The keys at these positions, which rise: numbers stay numbers."""
     if len(positions) == len(keys):
         return keys
-    return keys.chosen(positions) if isinstance(keys, PageKeys) else [keys[position] for position in positions]
+    if isinstance(keys, PageKeys):
+        return keys.chosen(positions)
+    return [keys[i] for i in (positions.tolist() if isinstance(positions, np.ndarray) else positions)]
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
@@ -247,8 +256,8 @@ class PageBatch:
 
     def select(self, positions: Iterable[int]) -> PageBatch:
         """The pages at these positions, in their order, over the same memory."""
-        chosen = list(positions)
-        if chosen == list(range(len(self.sizes))):
+        everything = range(len(self.sizes))
+        if positions == everything or (chosen := list(positions)) == list(everything):
             return self
         buffers, keys = self.buffers, self.keys
         return PageBatch(

@@ -215,7 +215,7 @@ class PullRule:
         self._was_too_dear = False
         self._probe_interval = PROBE_INTERVAL
         self._prober = BackgroundLoop("hicache-ext-pull-probe", self._measure_wanted)
-        self._wanted: tuple[Sequence[MeasuredStore], list[bytes], Asked]
+        self._wanted: tuple[Sequence[MeasuredStore], list[bytes], Asked] | None = None
         """What it is to measure: tiers, keys, and the question that they are of."""
 
     @contextmanager
@@ -310,7 +310,11 @@ class PullRule:
             self._prober.wake()
 
     def _measure_wanted(self) -> None:
-        stale, keys, asked = self._wanted
+        # Not kept: a reload may take these tiers away.
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return
+        stale, keys, asked = wanted
         try:
             for tier in stale:
                 self._measure(tier, keys, asked)

@@ -16,14 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from hicache_ext.errors import StoreSetupError
+from hicache_ext.errors import ClearLaterError, StoreSetupError
 from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.store import GetResult, SetResult
 from hicache_ext.storage.tiers.file.pages import directory as directory_module
 from hicache_ext.storage.tiers.file.pages import packs as packs_module
 from hicache_ext.storage.tiers.file.pages import store as pages
 from hicache_ext.storage.tiers.file.pages.store import PageFileStore
-from hicache_ext.testing.conformance.pages import assert_hits, page_key, page_keys, payload_of, read_pages
+from hicache_ext.testing.conformance.pages import (
+    IDENTITY,
+    OTHER_IDENTITY,
+    assert_hits,
+    page_key,
+    page_keys,
+    payload_of,
+    read_pages,
+)
 from tests.rigs.disk_faults import DiskFaults
 from tests.storage.file.page_files import store_one_by_one
 from tests.storage.raw_access import RawFiles, account_and_walk
@@ -491,6 +499,18 @@ def test_a_pipe_is_never_counted_as_present(store, page):
     os.mkfifo(page)
     assert store.contains([KEY]) == [False]
     assert stat.S_ISFIFO(page.lstat().st_mode)
+
+
+def test_each_identity_that_could_not_be_cleared_is_counted(store, monkeypatch):
+    codes = {IDENTITY: errno.EIO, OTHER_IDENTITY: errno.EACCES}
+
+    def fail(digest):
+        raise OSError(codes[digest], os.strerror(codes[digest]), digest.hex())
+
+    monkeypatch.setattr(store._directory, "detach_identity", fail)
+    with pytest.raises(ClearLaterError):
+        store.clear(list(codes))
+    assert [store.metrics.value("error", reason) for reason in ("EIO", "EACCES")] == [1, 1]
 
 
 def test_clear_clears_although_somebody_has_removed_the_directory_it_moves_pages_to(store):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +272,21 @@ def test_a_tier_whose_look_ups_alone_cost_too_much_is_not_asked_until_a_probe_sa
     inner.seconds = 0.0
     wait_until(lambda: ask(rule, tier, keys) == 64)
     assert inner.askers == {threading.current_thread().name, "hicache-ext-pull-probe"}
+
+
+def test_a_tier_that_was_probed_is_not_kept_once_a_reload_has_removed_it() -> None:
+    inner = SlowLookUps("pool")
+    tier = MeasuredStore(inner)  # type: ignore[arg-type]
+    rule = rule_of(tier, prefill_rate=10_000.0, probe_interval=0.0)
+    tier.read_cost.observe(100, 1e-6)
+    inner.seconds = 0.4
+    for _ in range(2):
+        ask(rule, tier, lambda count: [bytes([number]) * 48 for number in range(count)])
+    wait_until(lambda: rule.metrics.value("probe", "pool") == 1 and not rule._prober.running)
+    removed = weakref.ref(inner)
+    del inner, tier
+    gc.collect()
+    assert removed() is None
 
 
 def test_one_probe_after_the_recovery_of_a_tier_is_enough_to_pull_again() -> None:

@@ -559,8 +559,6 @@ class SpreadStore:
                     raise StoreClosedError(self.name)
                 if part.to_clear():
                     raise ClearLaterError("something was cleared while it came back")
-                for digest in self._identities.keys() - registered.keys():
-                    opened.register_identity(digest, self._identities[digest])
                 if self._new_share is not None:
                     opened.resize(self._new_share[0])
                 part.store = opened
@@ -570,11 +568,15 @@ class SpreadStore:
                 part.failed_calls.clear()
                 part.writes.end()
                 self._usable = tuple(sorted({*self._usable, number}))
+                late = self._identities.keys() - registered.keys()
         except BaseException:
             part.doubt_clears()
             part.give_up()
             opened.close()
             raise
+        # Outside the lock: this writes to the disk.
+        for digest in late:
+            opened.register_identity(digest, self._identities[digest])
         return None
 
     def _clear_again(self, part: _Part, opened: PathStore) -> None:

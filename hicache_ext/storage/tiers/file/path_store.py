@@ -324,15 +324,19 @@ class PathStore(TierStore):
         self._trouble(error)
 
 
-def of_each(work: Callable[[_Item], _Answer], items: Iterable[_Item]) -> list[_Answer]:
-    """The answers of a clear() for each of several things, which one that fails does not keep from the others. Raises
-    the last OSError or ClearLaterError."""
+def of_each(
+    work: Callable[[_Item], _Answer], items: Iterable[_Item], note: Callable[[OSError], None] = lambda _: None
+) -> list[_Answer]:
+    """Return the answers of a clear() for each of several things, of which one that fails does not keep it from the
+    others. Raises the last OSError or ClearLaterError; ``note`` hears of each OSError before that one."""
     answers: list[_Answer] = []
     failed: OSError | ClearLaterError | None = None
     for item in items:
         try:
             answers.append(work(item))
         except (OSError, ClearLaterError) as error:
+            if isinstance(failed, OSError):
+                note(failed)
             failed = error
     if failed is not None:
         raise failed

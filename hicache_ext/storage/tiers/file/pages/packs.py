@@ -33,7 +33,15 @@ from hicache_ext.runtime.background import BackgroundLoop
 from hicache_ext.storage.contract.base import leading_in_portions
 from hicache_ext.storage.contract.pack_index import Place, Run, runs
 from hicache_ext.storage.contract.reports import RecentMean
-from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, by_identity, chosen_keys, put_back
+from hicache_ext.storage.contract.store import (
+    GetResult,
+    PageBatch,
+    SetResult,
+    by_identity,
+    chosen_keys,
+    positions_by_identity,
+    put_back,
+)
 from hicache_ext.storage.tiers.file.devices import flags_of
 from hicache_ext.storage.tiers.file.layouts import BUCKET_NAME
 from hicache_ext.storage.tiers.file.pages.catalogue import IdentityPacks, PackCatalogue
@@ -112,10 +120,10 @@ class PageFiles(PathStore):
     def _find(self, keys: Sequence[bytes]) -> list[FoundPack | None]:
         """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
-        for positions, some in by_identity(keys):
-            known = self._catalogue.of(some.identity)
+        for identity, positions in positions_by_identity(keys).items():
+            known = self._catalogue.of(identity)
             for attempt in range(_ATTEMPTS):
-                places = known.find([keys[i] for i in positions], again=attempt == 0)
+                places = known.find(chosen_keys(keys, positions), again=attempt == 0)
                 packs = {place.pack.id: place.pack for place in places if place is not None}
                 statuses = {pack_id: self._status(known, pack) for pack_id, pack in packs.items()}
                 moved: list[int] = []
@@ -234,8 +242,8 @@ class PageFiles(PathStore):
         """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
         ``IdentityPacks.find``."""
         found: list[Run] = []
-        for positions, some in by_identity(batch.keys):
-            in_packs = self._catalogue.of(some.identity).find(some, again=again)
+        for identity, positions in positions_by_identity(batch.keys).items():
+            in_packs = self._catalogue.of(identity).find(chosen_keys(batch.keys, positions), again=again)
             places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
             of_identity = runs(places, PACK_BYTES)
             found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
@@ -396,7 +404,7 @@ class PageFiles(PathStore):
         """Which pages share a file."""
         most_bytes = PACK_BYTES if self._capacity is None else min(PACK_BYTES, self._capacity // _SHARE)
         found: list[list[int]] = []
-        for members, _ in by_identity(chosen_keys(batch.keys, positions)):
+        for members in positions_by_identity(chosen_keys(batch.keys, positions)).values():
             mine = [positions[member] for member in members]
             page_bytes = [HEADER_LENGTH + batch.sizes[position] for position in mine]
             found += [[mine[n] for n in part] for part in portions(page_bytes, self._most_pages, most_bytes)]
@@ -493,8 +501,9 @@ class PageFiles(PathStore):
     def _make_way(self, sizes: Mapping[bytes, int]) -> None:
         """Take pages that are about to be written, key and bytes, out of the packs that they cannot be read from:
         readers look into packs first. Never raises OSError."""
-        for _, wanted in by_identity(list(sizes)):
-            identity, known = wanted.identity, self._catalogue.of(wanted.identity)
+        keys = list(sizes)
+        for identity, positions in positions_by_identity(keys).items():
+            known, wanted = self._catalogue.of(identity), chosen_keys(keys, positions)
             for key, place in zip(wanted, known.find(wanted, again=False), strict=True):
                 for each in known.find_all(key) if place is not None else ():
                     found = self._status(known, each.pack)

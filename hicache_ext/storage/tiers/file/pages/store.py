@@ -303,7 +303,12 @@ class PageFileStore(PageFiles):
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
         wanted = self._directory.known_identities() if digests is None else digests
-        return sum(of_each(self._detach, wanted))
+
+        def note(error: OSError) -> None:
+            self._count_error(error)
+            logger.warning("tier %s: clearing: %s", self.name, error)
+
+        return sum(of_each(self._detach, wanted, note))
 
     def _detach(self, digest: bytes) -> bool:
         """Whether the identity had pages. Raises OSError."""

@@ -517,7 +517,7 @@ class SlabStore(PathStore):
         notes = [partial(self._directory.note_cleared, digest, moment) for digest in cleared]
         syncs = [partial(self._directory.sync_cleared, digest) for digest in cleared]
         try:
-            of_each(lambda work: work(), notes + syncs)
+            of_each(lambda work: work(), notes + syncs, self._count_error)
         except OSError as error:
             self._count_error(error)
             raise ClearLaterError(str(error)) from error
