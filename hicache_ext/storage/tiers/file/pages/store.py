@@ -43,7 +43,7 @@ from hicache_ext.storage.tiers.file.pages.packs import PageFiles
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
     PackFile,
-    counted_for,
+    accounted_bytes,
     file_length,
     hashes_in,
     is_alone,
@@ -396,7 +396,7 @@ class PageFileStore(PageFiles):
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        size = counted_for(found, status)
+                        size = accounted_bytes(found, status)
                         # A pack larger than its name says is evicted first: the account misses its extra bytes.
                         used = status.st_mtime if occupied(status.st_size) == size else 0.0
                         sample.append((used, entry.path, size, found))
