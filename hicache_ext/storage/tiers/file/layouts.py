@@ -1,5 +1,4 @@
-"""Layouts of the file tier: recognizes the layout of an existing directory by the names in it, chooses one for a new
-directory, and corrects the modes of its files.
+"""Layouts of the file tier: recognizes a directory's layout by its names, chooses one, and corrects the files' modes.
 
 Page files (format 2) are in PATH itself, slabs (format 3) in PATH/v3. A future format gets a directory of its own
 (``v4``). Names alone identify a directory: there is no descriptive file that could be damaged. Next to ``pages`` or
