@@ -60,8 +60,8 @@ _FILL_SECONDS = 0.06
 _FILL_STEP = 8
 """Blocks written between two checks of the clock."""
 _CELL_SECONDS = 0.015
-_ALL_SECONDS = 0.45
-_MODES_COMPARED_WITH = 4
+_TOTAL_SECONDS = 0.45
+_BASE_THREADS = 4
 _OTHER_THREADS = (1, 2, 8, 16)
 _LOCK_SECONDS = CHANGE_LOCK_BOUND
 """Longest wait for another process's measurement, which takes half of it, unless that process is stopped."""
@@ -86,7 +86,7 @@ class Measured:
     def rate(self, direction: Literal["read", "write"], mode: Mode) -> float | None:
         """Return the rate at the thread count used to compare modes; None for a missing mode or if time ran out."""
         rates: dict[Mode, dict[int, float]] = getattr(self, direction)
-        return rates.get(mode, {}).get(_MODES_COMPARED_WITH)
+        return rates.get(mode, {}).get(_BASE_THREADS)
 
 
 def measured_device(path: Path) -> Measured:
@@ -143,13 +143,13 @@ def takes_direct(path: Path) -> bool:
 
 
 class _Probe:
-    """One measurement. Not thread-safe."""
+    """Makes one measurement. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._deadline = time.monotonic() + _ALL_SECONDS
-        # Page-aligned, for O_DIRECT; one block per thread.
-        self._memory = memoryview(mmap.mmap(-1, _BLOCK * max(*_OTHER_THREADS, _MODES_COMPARED_WITH)))
+        self._deadline = time.monotonic() + _TOTAL_SECONDS
+        # Page-aligned for O_DIRECT, with one block per thread.
+        self._memory = memoryview(mmap.mmap(-1, _BLOCK * max(*_OTHER_THREADS, _BASE_THREADS)))
         # Do not write zeros: some devices do not store them.
         self._memory[:] = os.urandom(4096) * (self._memory.nbytes // 4096)
         self._pool = ThreadPool("hicache-device-probe")
@@ -166,10 +166,10 @@ class _Probe:
             open_files.callback(self._pool.close)
             measured = Measured()
             # Measure the most important cells first: a slow device leaves no time for all.
-            for threads in (_MODES_COMPARED_WITH, *_OTHER_THREADS):
+            for threads in (_BASE_THREADS, *_OTHER_THREADS):
                 for mode, mode_fd in opened.items():
                     for move, rates in ((os.pwritev, measured.write), (os.preadv, measured.read)):
-                        if threads != _MODES_COMPARED_WITH and mode not in rates:
+                        if threads != _BASE_THREADS and mode not in rates:
                             continue
                         if time.monotonic() > self._deadline:
                             return measured

@@ -202,7 +202,7 @@ _IN_SLAB_HOME = rf"lock|{MEMBERS}|slabs|[0-9a-f]{{1,10}}\.sock"
 _HARMLESS = re.compile(r"lost\+found|.+\.not-ours-[0-9a-f]{8}|\.hicache-ext-trial-.+")
 """Names of entries that are not ours but are not harmed if the directory around them is closed to others."""
 
-_SECONDS = 10.0
+_MAX_SECONDS = 10.0
 """Longest time to correct what is in a directory that was just closed to others: they cannot reach it any more, so that
 its own mode matters little."""
 
@@ -239,7 +239,7 @@ class _Modes:
         self._changed = 0
         self._uncorrected: defaultdict[str, list[str]] = defaultdict(list)
         """Reason -> paths that keep a wrong mode."""
-        self._until = math.inf if access.group else time.monotonic() + _SECONDS
+        self._deadline = math.inf if access.group else time.monotonic() + _MAX_SECONDS
 
     def correct_all(self, layout: Layout | None) -> None:
         """Correct all modes. ``layout``: that of PATH before this start. If None, everything in PATH is foreign,
@@ -301,7 +301,7 @@ class _Modes:
         below = (os.path.join(place, name) for place, *names in trees for name in itertools.chain(*names))
         for each in itertools.chain(below, [path]) if self._access.group else itertools.chain([path], below):
             self._correct(each)
-            if time.monotonic() > self._until:
+            if time.monotonic() > self._deadline:
                 return
 
     def _has_wrong_mode(self, path: str) -> bool:

@@ -84,7 +84,7 @@ class Fullness:
     of ``_CAPACITIES``."""
     tenant_pages: Mapping[str, int] | None = None
     tenant_bytes: Mapping[str, int] | None = None
-    """By tenant; None without tenants."""
+    """Pages and bytes by tenant; None without tenants."""
 
 
 class PathStore(TierStore):

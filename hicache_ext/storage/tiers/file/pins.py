@@ -99,7 +99,7 @@ class Pin:
     def is_lease(self) -> bool:
         return self.name.startswith("@")
 
-    def over(self, now: float) -> bool:
+    def is_over(self, now: float) -> bool:
         if self.is_lease and (self.created > now + _LARGEST_SKEW or _is_over(self.until or 0.0, now)):
             return True
         return self.until is not None and now >= self.until
@@ -110,7 +110,7 @@ def _is_over(until: float, now: float) -> bool:
     return not now < until <= now + _LONGEST_LEASE + _LARGEST_SKEW
 
 
-Known = dict[Path, tuple[tuple[int, int, int], Pin]]
+PinCache = dict[Path, tuple[tuple[int, int, int], Pin]]
 """File of a pin -> its signature (mtime, size, inode), which shows changes, and the pin read from it."""
 
 
@@ -142,11 +142,11 @@ def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: st
     this prompt that end no later. ``namespace``: up to 16 digits and lowercase letters; ``paths``: the number of
     directories over which its pages are spread. Return False if there are too many leases. Raises OSError."""
     now, seconds = time.time(), min(seconds, _LONGEST_LEASE)
-    own, leases = {_lease_hash(page_hash) for page_hash in hashes}, _leases(path)
+    short_hashes, leases = {_lease_hash(page_hash) for page_hash in hashes}, _leases(path)
     until, last = now + seconds, _lease_hash(hashes[-1])
     if any(lease[0] == last and lease[1] + 1 >= until and lease[2] == len(hashes) for lease in leases.values()):
         return True
-    replaced = {name: lease for name, lease in leases.items() if lease[0] in own and lease[1] <= until + 1}
+    replaced = {name: lease for name, lease in leases.items() if lease[0] in short_hashes and lease[1] <= until + 1}
     left = {name: lease for name, lease in leases.items() if name not in replaced}
     if (displaced := _displaced(left, len(hashes), namespace)) is None:
         return False
@@ -165,10 +165,10 @@ def _displaced(leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[
     if any(lease[3] == namespace for lease in leases.values()):
         return None
     while sum(left.values()) + wanted > _MOST_LEASED:
-        of_each: dict[str, list[str]] = defaultdict(list)
+        by_namespace: dict[str, list[str]] = defaultdict(list)
         for name in left:
-            of_each[leases[name][3]].append(name)
-        most = max(of_each.values(), key=lambda names: sum(left[name] for name in names), default=[])
+            by_namespace[leases[name][3]].append(name)
+        most = max(by_namespace.values(), key=lambda names: sum(left[name] for name in names), default=[])
         if sum(left[name] for name in most) <= wanted:
             return None
         del left[max(most, key=lambda name: leases[name][1])]
@@ -177,8 +177,8 @@ def _displaced(leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[
 
 def end_leases(path: Path, hashes: Sequence[bytes]) -> int:
     """End the leases on prompts whose last page is one of these; return their number. Raises OSError."""
-    own = {_lease_hash(page_hash) for page_hash in hashes}
-    return _remove_leases(path, {name for name, lease in _leases(path).items() if lease[0] in own})
+    last_pages = {_lease_hash(page_hash) for page_hash in hashes}
+    return _remove_leases(path, {name for name, lease in _leases(path).items() if lease[0] in last_pages})
 
 
 def _lease_hash(page_hash: bytes) -> str:
@@ -198,9 +198,9 @@ def _leases(path: Path) -> dict[str, _Lease]:
     matches = {name: lease for name in names if (lease := _LEASE.fullmatch(name))}
     found = {name: (lease[1], int(lease[2]), int(lease[3]), lease[4]) for name, lease in matches.items()}
     now = time.time()
-    over = {name for name, lease in found.items() if _is_over(lease[1], now)}
-    _remove_leases(path, over)
-    return {name: lease for name, lease in found.items() if name not in over}
+    expired = {name for name, lease in found.items() if _is_over(lease[1], now)}
+    _remove_leases(path, expired)
+    return {name: lease for name, lease in found.items() if name not in expired}
 
 
 def _remove_leases(path: Path, names: Set[str]) -> int:
@@ -225,18 +225,18 @@ def remove_pin(path: Path, name: str) -> bool:
     return True
 
 
-def read_pins(path: Path, known: Known | None = None) -> list[Pin]:
+def read_pins(path: Path, known: PinCache | None = None) -> list[Pin]:
     """Return the pins of a directory that are in force, including leases, oldest first. ``known``: files read before;
     changed ones are read again, and those that are gone are forgotten."""
     now = time.time()
-    pins = [pin for pin in _recorded(path, known) if not pin.over(now)]
+    pins = [pin for pin in _recorded_pins(path, known) if not pin.is_over(now)]
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
 
 def pins_that_are_over(path: Path) -> list[str]:
     """Return the names of expired pins whose records still exist."""
     now = time.time()
-    return [pin.name for pin in _recorded(path) if pin.over(now)]
+    return [pin.name for pin in _recorded_pins(path) if pin.is_over(now)]
 
 
 def _by_precedence(pins: Sequence[Pin]) -> list[Pin]:
@@ -320,7 +320,7 @@ class PinnedPages:
         # The mtime of the records and the limit, as of the last count.
         self._counted: tuple[int | None, int | None] = (None, limit)
         self._pinned = self._spared = frozenset[bytes]()
-        self._known: Known = {}
+        self._known: PinCache = {}
         self._warned = False
 
     def set_limit(self, limit: int | None) -> None:
@@ -378,7 +378,7 @@ class PinnedPages:
         self._warned = is_limited
 
 
-def _recorded(path: Path, known: Known | None = None) -> Iterator[Pin]:
+def _recorded_pins(path: Path, known: PinCache | None = None) -> Iterator[Pin]:
     """Yield every pin, expired ones, too. Skips unreadable ones, warning once: pins are read every few seconds."""
     try:
         files = sorted((path / "pins").glob("*.json"))
@@ -411,21 +411,21 @@ def _read_pin(file: Path) -> Pin:
     hashes = tuple(bytes.fromhex(text) for text in document["hashes"])
     if any(len(page_hash) != PAGE_HASH_LENGTH for page_hash in hashes):
         raise ValueError("a hash of another length")
-    created = _moment(document["created"])
+    created = _parse_time(document["created"])
     if created >= _LATEST:
         raise ValueError("made at a time that no calendar has")
     if (lease := _LEASE.fullmatch(file.stem)) is None and file.stem.startswith("@"):
         raise ValueError("no lease has such a name")
     if lease is None:
-        return Pin(file.stem, created, None if until is None else _moment(until), hashes)
+        return Pin(file.stem, created, None if until is None else _parse_time(until), hashes)
     # The name limits the lease, because leases are counted by their names.
     hashes = hashes[: int(lease[3])]
     paths = document.get("paths")
     paths = paths if isinstance(paths, int) and 0 < paths <= _MOST_PATHS else 1
-    return Pin(file.stem, created, min(_moment(until), float(lease[2])), hashes, paths)
+    return Pin(file.stem, created, min(_parse_time(until), float(lease[2])), hashes, paths)
 
 
-def _moment(seconds: object) -> float:
+def _parse_time(seconds: object) -> float:
     if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds < sys.float_info.max:
         return float(seconds)
     raise ValueError("a time that is none")

@@ -1,4 +1,4 @@
-"""How full one directory of page files is, shared by all processes that write to it.
+"""Accounts for the space of one directory of page files, shared by all processes that write to it.
 
 One small file, the account, holds the bytes stored and, per writer process, the operations in flight and the bytes
 reserved for them. Every change is made under a lock, held for microseconds and waited for at most a second, so that the
@@ -56,7 +56,7 @@ _MOST_BYTES = 1 << 60
 
 
 class UnderWay(NamedTuple):
-    """What one writer process has reserved for operations in flight; 0 if all of them are removals."""
+    """Reservation of one writer process for its operations in flight; 0 if all of them are removals."""
 
     reserved: Annotated[int, Field(ge=0, le=_MOST_BYTES)]
     last_change: Annotated[float, Field(allow_inf_nan=False)]
@@ -150,8 +150,8 @@ class Usage:
     def locked(self) -> Iterator[UsageRecord]:
         """Lock the record against all processes and yield it for changes. Write it back, with what this process has in
         flight, unless the body raises. Raises TimeoutError if another process holds it for longer than the bound."""
-        with self._lock.held() as mine:
-            if not mine:
+        with self._lock.held() as acquired:
+            if not acquired:
                 raise TimeoutError(errno.ETIMEDOUT, self._held)
             # The whole directory may have been removed meanwhile.
             self._members.renew()
@@ -180,8 +180,8 @@ class Usage:
         try:
             if self._try_to_reserve(amount, capacity, beyond=False) is not None:
                 return None
-            with self._evictions.held() as mine:
-                if not mine:
+            with self._evictions.held() as acquired:
+                if not acquired:
                     return HELD
                 # Another process may have made room meanwhile. If not, reserve before evicting, to get what is freed.
                 missing = self._try_to_reserve(amount, capacity, beyond=True)

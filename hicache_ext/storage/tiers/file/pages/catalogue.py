@@ -65,7 +65,7 @@ class _Listed:
     changed: int = -1
     """Its mtime then, in nanoseconds; -1: never listed."""
     again_at: float = math.inf
-    """When to list it again even with the same mtime, because that was too young (monotonic time)."""
+    """Monotonic time at which to list it again even with the same mtime, because that was too young."""
     names: set[str] = field(default_factory=set)
 
 
@@ -102,17 +102,17 @@ class IdentityPacks:
         """Held while a directory is listed."""
         self._is_new = True
         """Whether no refresh has finished yet."""
-        self._is_whole = False
+        self._is_complete = False
         """Whether every bucket was listed at least once."""
         self._home = _Listed()
         self._buckets: dict[str, _Listed] = {}
-        self._learning = threading.Lock()
+        self._files_lock = threading.Lock()
         self._files: dict[str, tuple[str, int]] = {}
         """Pack id -> its bucket, and the mask of its dead pages."""
         self._version = object()
         """Replaced whenever a bucket was listed, or this process added a pack."""
         self._read: dict[str, _Read] = {}
-        """What ``blocks`` has read, by path of the directory."""
+        """Directory path -> what ``blocks`` has read there."""
 
     def find(self, keys: Sequence[bytes], *, again: bool = True) -> list[Place | None]:
         """Locate each page by names. ``again``: if one is missing, refresh what other processes have changed."""
@@ -127,7 +127,7 @@ class IdentityPacks:
 
     def find_all(self, key: bytes, *, whole: bool = False) -> list[Place]:
         """Return every place of a page, according to the names. ``whole``: list all buckets first."""
-        self.refresh(everything=whole and not self._is_whole)
+        self.refresh(everything=whole and not self._is_complete)
         return self.index.find_all(key)
 
     def path(self, pack: Pack) -> tuple[str, int]:
@@ -164,7 +164,7 @@ class IdentityPacks:
     def add(self, found: PackFile, bucket: str) -> None:
         """Add a pack that this process has written, or renamed to remove pages from it."""
         self._buckets.setdefault(bucket, _Listed()).names.add(file_name(found.pack, found.dead))
-        self._learn(found, bucket)
+        self._record_pack(found, bucket)
         self._version = object()
 
     def forget(self, pack_id: str) -> None:
@@ -172,9 +172,9 @@ class IdentityPacks:
         self._files.pop(pack_id, None)
         self.index.forget(pack_id)
 
-    def _learn(self, found: PackFile, bucket: str) -> None:
+    def _record_pack(self, found: PackFile, bucket: str) -> None:
         """Take over a name. Dead pages stay dead: another thread may have seen a later name of the pack."""
-        with self._learning:
+        with self._files_lock:
             dead = self._files.get(found.pack.id, ("", 0))[1] | found.dead
             self._files[found.pack.id] = bucket, dead
         self.index.add(found.pack)
@@ -210,7 +210,7 @@ class IdentityPacks:
             if everything:
                 self._loop.rest(_PAUSE)
         else:
-            self._is_whole = self._is_whole or everything
+            self._is_complete = self._is_complete or everything
         self._is_new = False
 
     def _list_buckets(self) -> None:
@@ -219,7 +219,7 @@ class IdentityPacks:
             return
         begun = time.monotonic()
         names = [entry.name for entry in directories(self._path, BUCKET_NAME)]
-        self._home = _listed(now, begun, youngest=max(names, default=""))
+        self._home = _state_after_listing(now, begun, youngest=max(names, default=""))
         for bucket in names:
             self._buckets.setdefault(bucket, _Listed())
         for bucket in self._buckets.keys() - set(names):
@@ -243,7 +243,7 @@ class IdentityPacks:
             return None
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
-                self._learn(found, bucket)
+                self._record_pack(found, bucket)
             else:
                 # The name is damaged: it may begin with the id of a pack that is gone.
                 names.discard(name)
@@ -251,7 +251,7 @@ class IdentityPacks:
         for gone in set(map(pack_id_in, before - names)) - here:
             self.forget(gone)
         if now:
-            self._buckets[bucket] = _listed(now, begun, names, youngest=max(names, default="")[:11])
+            self._buckets[bucket] = _state_after_listing(now, begun, names, youngest=max(names, default="")[:11])
         else:
             self._buckets.pop(bucket, None)
         self._version = object()
@@ -337,7 +337,7 @@ def _mtime(path: str) -> int:
         return 0
 
 
-def _listed(changed: int, begun: float, names: set[str] | None = None, youngest: str = "") -> _Listed:
+def _state_after_listing(changed: int, begun: float, names: set[str] | None = None, youngest: str = "") -> _Listed:
     """Return the state after a listing. ``youngest``: the latest creation time in the names of its entries."""
     ended = time.monotonic()
     settled = time.time() - changed / 1e9 > _SETTLED_AGE and int(youngest or "0", 16) / 1e3 - changed / 1e9 < _MTIME_LAG

@@ -70,8 +70,8 @@ _ATTEMPTS = 4
 _PACK_SHARE = 64
 """A pack takes at most about one such part of the capacity: packs are evicted whole."""
 _MOST_UNREADABLE = 65536
-_LEADING_AT_ONCE = 1024
-_NATIVE_FROM = 32
+_LEADING_STEP = 1024
+_NATIVE_MIN_KEYS = 32
 """Fewest keys for which the native core looks up pages alone. It does not report errors of the disk."""
 
 
@@ -143,7 +143,7 @@ class PageFiles(PathStore):
         rest = [position for position, known in enumerate(present) if not known]
         wanted = [keys[position] for position in rest]
         # In Python, each system call would hand the GIL to a computing thread, for milliseconds each time.
-        core = native.core() if len(rest) >= _NATIVE_FROM else None
+        core = native.core() if len(rest) >= _NATIVE_MIN_KEYS else None
         find_alone = self._find_alone_in_python if core is None else partial(self._find_alone_natively, core)
         for position, known in zip(rest, find_alone(wanted), strict=True):
             present[position] = known and not (self._unreadable and self._failed_alone(keys[position]))
@@ -153,7 +153,7 @@ class PageFiles(PathStore):
         return (key, alone(key[IDENTITY_LENGTH:]).id) in self._unreadable
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
+        return leading_in_portions(keys, self._has, _LEADING_STEP)
 
     def _find_alone_in_python(self, keys: Sequence[bytes]) -> list[bool]:
         present, failed, oldest = [False] * len(keys), None, self._oldest()

@@ -65,7 +65,7 @@ _GROWN_SHARE = 33 / 32
 """Pages that take more than this multiple of what they took on a full file system have found new space. A little more
 fits whenever files of other sizes are evicted, so that smaller growth proves nothing."""
 _CLEARED_SHARE = 3 / 4
-"""A tier that takes less than this share of what it took on a full file system was cleared."""
+"""A tier that takes less than this share of what it took on the full file system was cleared."""
 
 _PORTIONS = 8
 """A write reserves at most one such part of the capacity at a time, so that several processes can write together."""
@@ -347,7 +347,7 @@ class PageFileStore(PageFiles):
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    # One file that cannot be removed must not stop eviction for ever.
+                    # One file that cannot be removed must not stop eviction forever.
                     self._undeletable.add(path)
                     self.metrics.add("error", error_reason(error))
                     continue
