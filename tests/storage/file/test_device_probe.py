@@ -20,7 +20,7 @@ from hicache_ext.storage.tiers.file.devices import Measured, Mode, measured_devi
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """A loaded machine must not look like a slow device: what runs out of time is left out."""
-    monkeypatch.setattr(device_probe, "_ALL_SECONDS", 60.0)
+    monkeypatch.setattr(device_probe, "_TOTAL_SECONDS", 60.0)
     monkeypatch.setattr(device_probe, "_LOCK_SECONDS", 60.0)
 
 
@@ -95,7 +95,7 @@ def test_a_measurement_that_never_ends_elsewhere_holds_nobody_up(tmp_path, monke
 def test_a_process_killed_while_it_measures_leaves_nothing_but_the_lock(tmp_path):
     script = (
         "import sys, time; from pathlib import Path; from hicache_ext.storage.tiers.file import devices as d\n"
-        "d._ALL_SECONDS = d._CELL_SECONDS = 60\n"
+        "d._TOTAL_SECONDS = d._CELL_SECONDS = 60\n"
         "d._Probe._rate = lambda *_: (print('measuring', flush=True), time.sleep(60))\n"
         "d.measured_device(Path(sys.argv[1]))\n"
     )

@@ -16,7 +16,7 @@ from hicache_ext.runtime.background import Backoff
 from hicache_ext.storage.contract.diagnosis import Level
 from hicache_ext.storage.contract.store import SetResult
 from hicache_ext.storage.tiers.file import multipath
-from hicache_ext.storage.tiers.file.examination import of_paths
+from hicache_ext.storage.tiers.file.examination import diagnose
 from hicache_ext.storage.tiers.file.multipath import SpreadStore
 from hicache_ext.storage.tiers.file.pages import store as page_files
 from hicache_ext.storage.tiers.file.pages.directory import PageDirectory
@@ -248,7 +248,7 @@ def test_a_file_system_without_inodes_keeps_the_newest_page_files_also_after_a_r
 def test_doctor_looks_at_inodes(small_disk: Path, capacity: int, level: Level) -> None:
     subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=300", str(small_disk)], check=True)
     store = open_slab_tier(small_disk / "l3", capacity=capacity, layout="pages")
-    (found,) = (one for one in of_paths([small_disk], capacity, store) if one.subject == "capacity")
+    (found,) = (one for one in diagnose([small_disk], capacity, store) if one.subject == "capacity")
     assert found.level is level
     assert ("inodes" in found.seen) == (level is Level.WARNING)
     store.close()

@@ -15,7 +15,7 @@ from hicache_ext.config import ExtraConfig, load_config, rounded_size
 from hicache_ext.errors import ConfigError, StoreSetupError
 from hicache_ext.storage.contract.store import GetResult
 from hicache_ext.storage.opening import open_tiers
-from hicache_ext.storage.tiers.file.examination import of_paths
+from hicache_ext.storage.tiers.file.examination import diagnose
 from hicache_ext.testing.conformance.pages import assert_hits, page_keys, read_pages, store_pages
 from tests.rigs.disk_faults import DiskFaults
 from tests.storage.raw_access import account_and_walk
@@ -86,7 +86,7 @@ def test_a_diagnosis_says_what_all_paths_take_and_walks_through_no_page_files(
         return walk(top)
 
     monkeypatch.setattr(os, "walk", noted)
-    (space,) = [one for one in of_paths(paths, 64 << 20, tier_of(store)) if one.subject == "capacity"]
+    (space,) = [one for one in diagnose(paths, 64 << 20, tier_of(store)) if one.subject == "capacity"]
     assert not walked
     monkeypatch.undo()
     assert f"64MiB, of which {rounded_size(taken)} are taken" in space.seen

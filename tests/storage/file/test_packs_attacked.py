@@ -93,7 +93,7 @@ def test_a_bucket_with_the_last_name_of_all_is_followed_by_others_that_are_fille
 
 def test_packs_of_others_are_found_where_directories_have_no_time_of_change(store, open_store, pack, monkeypatch):
     """As in FUSE over an object store: what others had written was absent for ever."""
-    monkeypatch.setattr(catalogue, "_changed", lambda path: int(os.path.isdir(path)))
+    monkeypatch.setattr(catalogue, "_mtime", lambda path: int(os.path.isdir(path)))
     other = open_store()
     for number in range(3):
         keys = page_keys(3, f"round {number}")

@@ -72,7 +72,7 @@ def test_one_bad_page_has_all_the_others_found(store: PathStore, caplog: pytest.
 def test_a_scrub_reads_at_a_bounded_rate_and_within_bounded_memory(
     store: PathStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(path_store, "_LOOKED_AT_ONCE", 4 * 4096)
+    monkeypatch.setattr(path_store, "_VERIFY_BYTES", 4 * 4096)
     read: list[int] = []
     rests: list[float] = []
     look_at, rest = store._look_at, store._scrub.rest

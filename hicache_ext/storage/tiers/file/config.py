@@ -39,13 +39,13 @@ _GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,255}")
 
 
 def _path(text: object, place: str, others: Sequence[str]) -> str:
-    """Absolute, normalised, none inside another, templates expanded."""
+    """Expand, check and normalise a path: it must be absolute, and not inside another path or around it."""
     if not isinstance(text, str):
         raise refuse(text, _PATH_ALLOWED, place)
     if not text or "\0" in text:
         raise ConfigError(place, f"{shown(text)} is not a path", _PATH_ALLOWED)
     path = expand_templates(text, place)
-    # The text is shown as it was written: what came out of an environment variable is not repeated.
+    # Errors show the text as written, so that they do not reveal the content of an environment variable.
     if not os.path.isabs(path):
         raise ConfigError(place, f"{quoted(text)} is not an absolute path", _PATH_ALLOWED)
     if ".." in path.split("/"):
@@ -60,7 +60,7 @@ def _path(text: object, place: str, others: Sequence[str]) -> str:
 
 
 def parse_group(value: object) -> str | int:
-    """A group's name or its number. Whether there is such a group is for the machine that the server runs on."""
+    """Parse a group's name or number. Whether it exists can only be checked on the server's machine."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise refuse(value, _GROUP_ALLOWED)
     if isinstance(value, int) or value.isdecimal():

@@ -1,4 +1,4 @@
-"""The device below a path: which errors are its own, how fast it is, and how a tier moves its pages on it."""
+"""The device below a path: which errors are the device's, how fast it is, and how a tier reads and writes on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hicache_ext.runtime.threads import ThreadPool
 from hicache_ext.runtime.whole_file import read_document, write_whole
 
 Trouble = Callable[[Exception], object]
-"""Called with every OSError that a store met and handled. Any thread; never raises."""
+"""Called with every OSError that a store met and handled. Called on any thread; never raises."""
 
 _DEVICE_ERRORS = frozenset(
     (
@@ -44,7 +44,7 @@ _DEVICE_ERRORS = frozenset(
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Whether an error is evidence against the device."""
+    """Return whether an error is evidence against the device."""
     return isinstance(error, OSError) and error.errno in _DEVICE_ERRORS
 
 
@@ -58,15 +58,15 @@ _BLOCK = 256 << 10
 """Bytes per call: a few small pages in neighbouring slots, or a part of a large one."""
 _FILL_SECONDS = 0.06
 _FILL_STEP = 8
-"""Blocks written between two readings of the clock."""
+"""Blocks written between two checks of the clock."""
 _CELL_SECONDS = 0.015
-_ALL_SECONDS = 0.45
-_MODES_COMPARED_WITH = 4
+_TOTAL_SECONDS = 0.45
+_BASE_THREADS = 4
 _OTHER_THREADS = (1, 2, 8, 16)
 _LOCK_SECONDS = CHANGE_LOCK_BOUND
-"""A measurement takes half of it; the process that makes one may be stopped."""
+"""Longest wait for another process's measurement, which takes half of it, unless that process is stopped."""
 _DIRECT_BLOCK = 64 << 10
-"""Bytes; a multiple of every sector size in use."""
+"""Bytes of the O_DIRECT trial; a multiple of every sector size in use."""
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _PROBE_FILE = "io_probe.json"
 _LOCK_FILE = "io_probe.lock"
@@ -74,35 +74,35 @@ _LOCK_FILE = "io_probe.lock"
 
 @dataclass(slots=True)
 class Measured:
-    """Bytes per second by mode and number of threads, without modes that the file system lacks.
+    """Bytes per second by mode and number of threads, without modes that the file system does not support.
 
-    Reads are cold: the page cache holds nothing of what they read. Writes overwrite and include the sync, or a mode
-    that only postpones the work would look fast.
+    Reads are cold: the page cache holds nothing of what they read. Writes overwrite and include the sync; otherwise a
+    mode that only postpones the work would look fast.
     """
 
     read: dict[Mode, dict[int, float]] = field(default_factory=dict)
     write: dict[Mode, dict[int, float]] = field(default_factory=dict)
 
     def rate(self, direction: Literal["read", "write"], mode: Mode) -> float | None:
-        """With the number of threads with which modes are compared; None for a missing mode, or if time ran out."""
+        """Return the rate at the thread count used to compare modes; None for a missing mode or if time ran out."""
         rates: dict[Mode, dict[int, float]] = getattr(self, direction)
-        return rates.get(mode, {}).get(_MODES_COMPARED_WITH)
+        return rates.get(mode, {}).get(_BASE_THREADS)
 
 
 def measured_device(path: Path) -> Measured:
-    """The measurement of the existing directory ``path`` in this boot; measures if there is none.
+    """Return the measurement of the existing directory ``path`` in this boot; measure if there is none.
 
-    Raises OSError. Empty where nothing can be measured: the file system has no unnamed files, or another process has
-    been measuring for too long.
+    Raises OSError. The result is empty if nothing can be measured: the file system does not support unnamed files, or
+    another process has been measuring for too long.
     """
     facts = {"version": _VERSION, "boot": boot_id() or "unknown", "device": path.stat().st_dev}
-    if (kept := _kept(path, facts)) is not None:
-        return kept
+    if (stored := _stored_measurement(path, facts)) is not None:
+        return stored
     lock = OfdLock(path / _LOCK_FILE)
     try:
         held = lock.acquire(_LOCK_SECONDS)
-        if (kept := _kept(path, facts)) is not None:
-            return kept
+        if (stored := _stored_measurement(path, facts)) is not None:
+            return stored
         if not held:
             return Measured()
         try:
@@ -119,15 +119,15 @@ def measured_device(path: Path) -> Measured:
 
 
 def flags_of(mode: Mode) -> int:
-    """For preadv2 and pwritev2."""
+    """Return the flags of a mode for preadv2 and pwritev2."""
     return RWF_DONTCACHE if mode == "dontcache" else 0
 
 
 def takes_direct(path: Path) -> bool:
-    """Whether the file system of the existing directory ``path`` does O_DIRECT, tried with one block. Never raises.
+    """Return whether the file system of the existing directory ``path`` supports O_DIRECT. Never raises.
 
-    ``measured_device`` may run out of time before it knows. Any other failure than "not supported" (a full disk) is
-    left to the store.
+    Tries one block, since ``measured_device`` may run out of time before it knows. Failures other than "not supported"
+    (a full disk) are left to the store.
     """
     try:
         fd = os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
@@ -143,14 +143,14 @@ def takes_direct(path: Path) -> bool:
 
 
 class _Probe:
-    """One measurement. Not thread-safe."""
+    """Makes one measurement. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._deadline = time.monotonic() + _ALL_SECONDS
-        # Page-aligned, for O_DIRECT; one block per thread.
-        self._memory = memoryview(mmap.mmap(-1, _BLOCK * max(*_OTHER_THREADS, _MODES_COMPARED_WITH)))
-        # Not zeros: some devices do not store them.
+        self._deadline = time.monotonic() + _TOTAL_SECONDS
+        # Page-aligned for O_DIRECT, with one block per thread.
+        self._memory = memoryview(mmap.mmap(-1, _BLOCK * max(*_OTHER_THREADS, _BASE_THREADS)))
+        # Do not write zeros: some devices do not store them.
         self._memory[:] = os.urandom(4096) * (self._memory.nbytes // 4096)
         self._pool = ThreadPool("hicache-device-probe")
 
@@ -165,21 +165,21 @@ class _Probe:
             blocks = self._fill(fd)
             open_files.callback(self._pool.close)
             measured = Measured()
-            # The most important first: a slow device leaves no time for all.
-            for threads in (_MODES_COMPARED_WITH, *_OTHER_THREADS):
-                for mode, of_mode in opened.items():
+            # Measure the most important cells first: a slow device leaves no time for all.
+            for threads in (_BASE_THREADS, *_OTHER_THREADS):
+                for mode, mode_fd in opened.items():
                     for move, rates in ((os.pwritev, measured.write), (os.preadv, measured.read)):
-                        if threads != _MODES_COMPARED_WITH and mode not in rates:
+                        if threads != _BASE_THREADS and mode not in rates:
                             continue
                         if time.monotonic() > self._deadline:
                             return measured
-                        rate = self._rate(move, of_mode, flags_of(mode), fd, blocks, threads)
+                        rate = self._rate(move, mode_fd, flags_of(mode), fd, blocks, threads)
                         if rate is not None:
                             rates.setdefault(mode, {})[threads] = rate
         return measured
 
     def _fill(self, fd: int) -> int:
-        """Write the file once, as far as the time allows; returns its number of blocks."""
+        """Write the file once, as far as time allows; return its number of blocks."""
         until = time.monotonic() + _FILL_SECONDS
         blocks = 0
         while blocks < _FILE_BYTES // _BLOCK and (blocks == 0 or time.monotonic() < until):
@@ -191,7 +191,7 @@ class _Probe:
     def _rate(
         self, move: Callable[..., int], fd: int, flags: int, buffered: int, blocks: int, threads: int
     ) -> float | None:
-        """Bytes per second of one mode with one number of threads; None when the file system lacks this mode.
+        """Measure bytes per second for one mode and thread count; None if the file system does not support the mode.
 
         Moves no block twice: it would be in the page cache the second time. ``buffered``: the file without O_DIRECT.
         """
@@ -220,8 +220,8 @@ class _Probe:
         return moved / max(time.monotonic() - begun, 1e-9)
 
 
-def _kept(path: Path, facts: dict[str, Any]) -> Measured | None:
-    """None where it is absent, damaged, or of something else."""
+def _stored_measurement(path: Path, facts: dict[str, Any]) -> Measured | None:
+    """Read a stored measurement; None if it is absent, damaged, or for another boot, device or version."""
     document = read_document(path / _PROBE_FILE) or {}
     if {name: document.get(name) for name in facts} != facts:
         return None
@@ -234,11 +234,11 @@ IoSetting = Literal["auto", "direct", "buffered"]
 
 DEFAULT_THREADS = 4
 
-_SHARE_OF_MEMORY = 1 / 4
-"""A tier of at most this share of the free memory goes through the page cache."""
+_CACHED_SHARE = 1 / 4
+"""A tier of at most this share of the free memory uses the page cache."""
 _CLEARLY_SLOWER = 0.7
 _WORTH_A_THREAD = 0.8
-"""The fewest threads that reach this share of the best rate are used: more cost CPU and gain nothing."""
+"""Share of the best rate that is enough: the fewest threads reaching it are used, since more would waste CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ def choose_io(
     direct_possible: bool,
     free_memory: int | None = None,
 ) -> IoPlan:
-    """The plan for one path. ``capacity`` is that of the whole tier, ``threads`` None to choose.
+    """Return the I/O plan for one path. ``capacity`` is that of the whole tier; ``threads`` None: choose.
 
     ``direct_possible``: whether this layout aligns its pages. The caller checks that "direct" works.
     """
@@ -275,18 +275,18 @@ def choose_io(
         reason = "as configured"
     else:
         memory = memory_free() if free_memory is None else free_memory
-        if capacity is not None and capacity <= memory * _SHARE_OF_MEMORY:
+        if capacity is not None and capacity <= memory * _CACHED_SHARE:
             reason = f"the tier fits into a part of the {memory / 1e9:.1f} GB of memory that is free"
         else:
-            read, why_read = _past_the_cache(measured, "read", direct_possible)
-            write, why_write = _past_the_cache(measured, "write", direct_possible)
+            read, why_read = _uncached_mode(measured, "read", direct_possible)
+            write, why_write = _uncached_mode(measured, "write", direct_possible)
             reason = f"larger than a part of the free memory; reads: {why_read}; writes: {why_write}"
     chosen = threads or _enough_threads(measured, read, write)
     return IoPlan(read, write, chosen, reason)
 
 
 def memory_free() -> int:
-    """Bytes that the page cache could take, of the machine or of this process's control group."""
+    """Return the bytes that the page cache could take, limited by the machine and this process's control group."""
     free = 0
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -300,8 +300,8 @@ def memory_free() -> int:
     return free
 
 
-def _past_the_cache(measured: Measured, direction: Literal["read", "write"], direct_possible: bool) -> tuple[Mode, str]:
-    """The fastest mode that bypasses the page cache, or buffered where that is clearly faster; and why."""
+def _uncached_mode(measured: Measured, direction: Literal["read", "write"], direct_possible: bool) -> tuple[Mode, str]:
+    """Return the fastest mode that bypasses the page cache, or buffered if that is clearly faster; and why."""
     buffered = measured.rate(direction, "buffered")
     modes: tuple[Mode, ...] = ("dontcache", "direct") if direct_possible else ("dontcache",)
     rates = {mode: rate for mode in modes if (rate := measured.rate(direction, mode)) is not None}
@@ -313,12 +313,12 @@ def _past_the_cache(measured: Measured, direction: Literal["read", "write"], dir
 
 
 def _enough_threads(measured: Measured, read: Mode, write: Mode) -> int:
-    enough = [_fewest(measured.read.get(read)), _fewest(measured.write.get(write))]
+    enough = [_fewest_threads(measured.read.get(read)), _fewest_threads(measured.write.get(write))]
     known = [threads for threads in enough if threads is not None]
     return max(known) if known else DEFAULT_THREADS
 
 
-def _fewest(rates: dict[int, float] | None) -> int | None:
+def _fewest_threads(rates: dict[int, float] | None) -> int | None:
     if not rates or len(rates) < 2:
         return None
     best = max(rates.values())

@@ -1,4 +1,4 @@
-"""What ``hicache-ext doctor`` says about a file tier that it does not open: what is at its paths stays as it is."""
+"""Findings of ``hicache-ext doctor`` about a file tier that it does not open: nothing at its paths is changed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hicache_ext.storage.tiers.file.slab.listing import servers_out_of_reach
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 _TRIAL_CAPACITY = 256 << 20
-"""Of a path in a trial; a part of it is taken."""
+"""Most bytes of capacity per path in a trial, which uses only part of it."""
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 
 _TRIAL_PAGE = 1 << 20
 
 _SMALL_FILE = 1 << 18
-"""Bytes that files of the layout "pages" have at least, on average: packs of short batches."""
+"""Smallest expected average size of a file in the layout "pages", in bytes: packs of short batches."""
 _SMALL_SLAB = 1 << 24
 
 _LAYOUTS = {
@@ -40,10 +40,10 @@ _LAYOUTS = {
 
 
 def examine(name: str, tier: FileTierConfig) -> list[Finding]:
-    """Layout, file systems, free space against capacity, who uses the paths, a round trip.
+    """Check layout, file systems, free space against capacity, users of the paths, and a round trip.
 
-    The trial is a tier of its own in a directory beside the data, on the same file systems, which is taken away again.
-    Raises StoreSetupError where a server would not start, ConfigError.
+    The round trip uses a separate tier in directories next to the data, on the same file systems, then removes it.
+    Raises StoreSetupError if a server would not start, and ConfigError.
     """
     paths = [Path(path) for path in tier.path]
     layouts: dict[Path, Layout] = {}
@@ -55,7 +55,7 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
         for path in paths:
             try:
                 layouts[path], reasons[path] = chosen_layout(name, tier, path)
-                findings += [*_as_found(path, tier), *of_users(path, layouts[path])]
+                findings += [*_start_changes(path, tier), *check_users(path, layouts[path])]
                 places[path] = trials.enter_context(trial_directory(path))
             except OSError as error:
                 remedies = ["run the doctor as the server's account"] if isinstance(error, PermissionError) else []
@@ -66,8 +66,8 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
         for path, refusal in broken.items():
             findings.append(Finding("path", Level.ERROR, f"{path}: {refusal.reason}", "look at its disk and mount"))
         store = trials.enter_context(closing(_trial_store(name, tier, layouts, places)))
-        findings += of_paths(list(places), tier.capacity, store, list(dict.fromkeys(map(reasons.__getitem__, places))))
-        # Small pages where little fits, so that the trial does not evict its own.
+        findings += diagnose(list(places), tier.capacity, store, list(dict.fromkeys(map(reasons.__getitem__, places))))
+        # Use small pages if little fits, so that the trial does not evict its own pages.
         capacity = store.describe().details["capacity"]
         page = _TRIAL_PAGE if capacity is None else min(_TRIAL_PAGE, capacity // len(places) // 256)
         return findings + try_store(store, page)
@@ -76,8 +76,8 @@ def examine(name: str, tier: FileTierConfig) -> list[Finding]:
 def _trial_store(
     name: str, tier: FileTierConfig, layouts: Mapping[Path, Layout], places: Mapping[Path, Path]
 ) -> PageStore:
-    """A small tier like this one, in other directories. Raises StoreSetupError or ConfigError, in which the tier's own
-    paths are named."""
+    """Open a small tier like this one in other directories. Raises StoreSetupError or ConfigError that name the tier's
+    own paths."""
     chosen = set(layouts.values())
     small = {
         "path": tuple(str(place) for place in places.values()),
@@ -94,8 +94,8 @@ def _trial_store(
         raise StoreSetupError(name, reason) from None
 
 
-def _as_found(path: Path, tier: FileTierConfig) -> list[Finding]:
-    """What a server would change at its start. Raises OSError."""
+def _start_changes(path: Path, tier: FileTierConfig) -> list[Finding]:
+    """Return findings on what a server would change at its start. Raises OSError."""
     if not path.exists():
         return []
     findings: list[Finding] = []
@@ -113,9 +113,9 @@ def _as_found(path: Path, tier: FileTierConfig) -> list[Finding]:
     return findings
 
 
-def of_paths(paths: Sequence[Path], capacity: int | None, store: PageStore, why: Sequence[str] = ()) -> list[Finding]:
-    """Layout and I/O of ``store``, file systems and space of ``paths``: where it tries what a server would have.
-    ``why``: the reasons for the layout."""
+def diagnose(paths: Sequence[Path], capacity: int | None, store: PageStore, why: Sequence[str] = ()) -> list[Finding]:
+    """Return findings on the layout and I/O of ``store``, and on the file systems and space of ``paths``. ``why``: the
+    reasons for the layout."""
     layout = store.describe().details["layout"]
     layout = ", ".join(layout) if isinstance(layout, list) else str(layout)
     seen = "; ".join([f"{layout}: {_LAYOUTS.get(layout, '')}".rstrip(": "), *why])
@@ -152,12 +152,12 @@ def _file_system(path: Path, layout: str) -> Finding:
 
 
 def _space(paths: Sequence[Path], capacity: int | None, stored: int, layout: str) -> list[Finding]:
-    """Whether what the tier may still take is there to be had, in bytes and in inodes."""
-    # Several paths may be on one device, whose space is there once.
+    """Return a finding on whether the disk has the bytes and inodes that the tier may still take."""
+    # Several paths may be on one device, whose space counts once.
     devices = {os.stat(place).st_dev: place for place in map(nearest_directory, paths)}
     free = sum(shutil.disk_usage(path).free for path in devices.values())
     systems = [os.statvfs(path) for path in devices.values()]
-    # Some make inodes as they need them, and say 0.
+    # Some file systems create inodes on demand, and report 0.
     inodes = sum(system.f_favail for system in systems) if all(system.f_files for system in systems) else None
     if capacity is None:
         remedy = "set a capacity: nothing is evicted before the disk is full"
@@ -175,11 +175,11 @@ def _space(paths: Sequence[Path], capacity: int | None, stored: int, layout: str
 
 
 _STOPPED = "Tt"
-"""States of a process in /proc: by a signal, or by a debugger."""
+"""States in /proc of a process stopped by a signal or by a debugger."""
 
 
-def of_users(path: Path, layout: str) -> list[Finding]:
-    """A warning where a process that uses the directory does not go on. Raises OSError only for ``path`` itself."""
+def check_users(path: Path, layout: str) -> list[Finding]:
+    """Return a warning if a process that uses the directory is stuck. Raises OSError only for ``path`` itself."""
     if stopped := list(map(str, stopped_processes(path))):
         seen = (
             f"{path}: stopped processes have it open ({', '.join(stopped)}); while one of them holds a lock, nothing "
@@ -195,15 +195,15 @@ def of_users(path: Path, layout: str) -> list[Finding]:
 
 
 def stopped_processes(path: Path) -> Iterator[int]:
-    """The ids of stopped processes that have a file below ``path`` open.
+    """Yield the ids of stopped processes that have a file below ``path`` open.
 
-    Those of other accounts and of other containers cannot be seen.
+    Processes of other accounts and of other containers cannot be seen.
     """
     below = f"{os.path.realpath(path)}/"
     for process in Path("/proc").glob("[0-9]*"):
-        # It may have ended meanwhile, and may belong to another account.
+        # The process may have ended meanwhile, or may belong to another account.
         with suppress(OSError):
-            # The name before it may hold blanks and brackets.
+            # The name in front of the state may contain spaces and parentheses.
             state = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
             if state in _STOPPED and any(os.readlink(file).startswith(below) for file in (process / "fd").iterdir()):
                 yield int(process.name)

@@ -1,6 +1,6 @@
-"""For tools: inspect or change a directory of the file tier while servers may be using it, in either layout.
+"""Lets tools inspect or change a file tier's directory in either layout while servers may be using it.
 
-``open_inspector`` only reads: nothing is made, locked or changed, and read permission is enough. ``open_editor``
+``open_inspector`` only reads: nothing is created, locked or changed, and read permission is enough. ``open_editor``
 changes the directory through the same code as the stores.
 """
 
@@ -18,11 +18,11 @@ from hicache_ext.storage.tiers.file.slab.store import SlabStore
 from hicache_ext.storage.tiers.file.usage import occupied_bytes
 
 _REBUILD_AWAITED = 15.0
-"""Seconds in which a process that makes the index anew is to find something."""
+"""Seconds within which a process that rebuilds the index must make progress."""
 
 
 def open_inspector(path: Path) -> Inspector:
-    """Raises StoreError when ``path`` is no directory of the file tier that can be read."""
+    """Open ``path`` for reading. Raises StoreError if it is no readable directory of the file tier."""
     layout = _layout(path)
     try:
         return SlabListing(path) if layout == "slab" else PageTree(path)
@@ -31,7 +31,7 @@ def open_inspector(path: Path) -> Inspector:
 
 
 def open_editor(path: Path) -> PageFileStore | SlabEditor:
-    """Close what it returns. Raises StoreError when ``path`` is no directory of the file tier that can be changed."""
+    """Open ``path`` for changes; the caller closes it. Raises StoreError if it is no writable file tier directory."""
     if _layout(path) == "slab":
         return SlabEditor(path)
     # Without a capacity it never evicts; removals go through the shared usage record.
@@ -39,7 +39,7 @@ def open_editor(path: Path) -> PageFileStore | SlabEditor:
 
 
 def _layout(path: Path) -> Layout:
-    """Raises StoreError where ``path`` is no tier's, or not of one layout alone."""
+    """Return the layout of ``path``. Raises StoreError if it has none, or more than one."""
     try:
         if (layout := layout_in(path)) is not None:
             check_before_start(path, layout, str(path))
@@ -52,11 +52,11 @@ def _layout(path: Path) -> Layout:
 
 
 class SlabEditor(SlabStore):
-    """Evicts nothing: its capacity is what the directory takes."""
+    """A slab store that evicts nothing: its capacity is what the directory takes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), path, capacity=max(1, occupied_bytes(path)))
-        # Pages that are not found yet could not be removed.
+        # Wait for the rebuild: pages that are not yet found could not be removed.
         before = None
         while not self.wait_until_rebuilt(_REBUILD_AWAITED):
             if (now := (len(self._index.unknown_slabs()), self._index.found)) == before:
@@ -67,12 +67,12 @@ class SlabEditor(SlabStore):
             before = now
 
     def _look_over(self, place: object) -> None:
-        """A tool removes what it was told to remove."""
+        """Schedule no scrub: a tool removes only what it was told to remove."""
 
     def _keep_capacity(self) -> None:
-        """A tool drops no slab: a server may have added one since the capacity was looked at."""
+        """Drop no slab: a server may have added one since the capacity was read."""
 
     def clean_up(self) -> int:
-        """As ``PageFileStore``."""
+        """Remove left-overs as ``PageFileStore.clean_up`` does."""
         self._allocator.forget_left_slabs()
         return self._index.free_dead()

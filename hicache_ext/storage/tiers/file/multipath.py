@@ -1,21 +1,21 @@
-"""Several directories as one tier: pages spread over them, and one that fails taken out of service until it is back.
+"""Several directories as one tier: spreads pages over them, and takes a failing one out of service until it recovers.
 
 Each path has a store of its own (slabs or page files) and an equal share of the capacity. A call is split by path, and
-the paths work on their parts of it at the same time; where one path is in service, it gets the call as it is.
+the paths work on their parts in parallel; if only one path is in service, it gets the call unchanged.
 
-A path goes out of service when several calls in a row met errors of its device and moved not one page. From then on no
-call touches it: its pages are misses, and new ones go to the other paths, by the same rule that reads use. A probe in
-the background closes what was open there, writes and syncs a small file, and once that works opens the path again: its
-index is trusted, or rebuilt from the pages. What was written elsewhere meanwhile is no longer looked for and ages out.
-Pages of identities cleared meanwhile are cleared before the path comes back.
+A path goes out of service when several consecutive calls met errors of its device and did not move a single page. From
+then on no call touches it: its pages are misses, and new pages go to the other paths, by the same rule that reads use.
+A background probe closes what was open there, writes and syncs a small file and, once that works, opens the path again:
+its index is trusted, or rebuilt from the pages. What was written elsewhere meanwhile is no longer looked up and ages
+out. Pages of identities cleared meanwhile are cleared before the path comes back.
 
-A path whose directory is not the one any more that was opened goes out of service, too: its file system was detached
+A path also goes out of service if its directory is no longer the one that was opened: its file system was detached
 (``umount -l``), another one was mounted over it, or the directory was renamed. It comes back with what is there now,
-which may be empty, but not with the bare mount point that a vanished mount leaves.
+which may be empty, but not with the bare mount point that a vanished mount leaves behind.
 
-A path that takes no writes (its file system became read-only, its device takes nothing more) goes on being read. New
-pages go to the other paths and are looked for there; after a while a call's pages are written to it again, and once it
-takes one it is as before.
+A path that accepts no writes (a read-only file system, a device that accepts nothing more) is still read. New pages go
+to the other paths and are looked up there. After a while, one call's pages are written to it again; once it accepts
+one, it is used as before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from hicache_ext.storage.contract.store import (
 from hicache_ext.storage.tiers.file import hints, pins
 from hicache_ext.storage.tiers.file.devices import Trouble, is_device_error
 from hicache_ext.storage.tiers.file.layouts import layout_in, members_file
-from hicache_ext.storage.tiers.file.path_store import PathStore, gauges_of_paths, of_each
+from hicache_ext.storage.tiers.file.path_store import PathStore, clear_each, gauges_of_paths
 
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 """From the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
@@ -71,22 +71,22 @@ Seeds = NDArray[np.uint64]
 
 
 def path_seeds(names: Sequence[str]) -> Seeds:
-    """For ``choose_paths``, of the names of the paths as written in the configuration."""
+    """Return the seeds for ``choose_paths`` from the names of the paths as written in the configuration."""
     return np.array([xxhash.xxh3_64_intdigest(os.fsencode(name)) for name in names], dtype=np.uint64)
 
 
 def choose_paths(keys: Sequence[bytes], seeds: Seeds, usable: Sequence[int]) -> list[int]:
-    """Return for each 48-byte key one of the path numbers ``usable``, of which there is at least one."""
+    """Return one of the path numbers ``usable`` (at least one) for each 48-byte key."""
     if len(usable) == 1 or not keys:
         return [usable[0]] * len(keys)
-    # The end of a page hash: page files use its start for the fan-out directory.
+    # Use the end of a page hash: page files use its start for the fan-out directory.
     ends = key_words(keys)[:, -1].view(np.uint64)
     scores = _mixed(ends[:, np.newaxis] ^ seeds[list(usable)][np.newaxis, :])
     return [usable[best] for best in scores.argmax(axis=1).tolist()]
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash: every bit of a value changes about half of the bits of the result."""
+    """Hash each value: every bit of a value changes about half of the bits of the result."""
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
     return values ^ (values >> np.uint64(31))
@@ -98,18 +98,18 @@ _Answer = TypeVar("_Answer")
 _Result = TypeVar("_Result")
 
 CALLS_BEFORE_OUT = 3
-"""Failed calls of one kind in a row after which a path is out of service: one bad block is not a bad device."""
+"""Consecutive failed calls of one kind that take a path out of service: one bad block is not a bad device."""
 FIRST_PROBE = 1.0
 _LONGEST_PAUSE = 60.0
-"""Seconds before the first probe of a path out of service, doubled after each that failed, up to this."""
+"""Longest pause in seconds between probes of a path out of service; each failed probe doubles ``FIRST_PROBE``."""
 _CLOSE_TIMEOUT = 10.0
-"""Seconds that close() waits for probes: on a device that hangs one may never end."""
+"""Seconds that close() waits for probes: on a hanging device, one may never end."""
 _LOOK_INTERVAL = 5.0
-"""Seconds between two looks at how full the paths are, while somebody asks."""
+"""Seconds between two looks at how full the paths are, while the gauges are read."""
 _CLEAR_IN_DOUBT = 60.0
-"""Seconds after which the disk knows of a clear: it is synced in the background, or the kernel writes it."""
+"""Seconds after which a clear has reached the disk: by a sync in the background, or written by the kernel."""
 _SUCCESS = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS, True)
-"""What a call says of a page that it moved or found."""
+"""Results of a call for a page that it moved or found."""
 
 
 OpenPath = Callable[[Path, Trouble], PathStore]
@@ -129,41 +129,41 @@ class _Part:
         self.failed_calls: Counter[str] = Counter()
         self.writes = WritePause()
         self._cleared: dict[bytes | None, float] = {}
-        """Identities (None: all) whose clearing a disk that dies may lose: until when. For ever, if they were cleared
-        while the path was out of service, or if it failed before that: they are to be cleared before it is back."""
+        """Cleared identities (None: all) -> time until which a dying disk may lose the clear. Infinite if the path was
+        out of service then, or failed before that time: they must be cleared before it comes back."""
         self._members_fd: int | None = None
-        """Of the file that says who uses the directory in service: it is there as long as the directory is the same."""
+        """Descriptor of the members file of the directory in service, whose path names it while nothing is replaced."""
         self._mount_point, _ = mount_points(str(path.absolute()))
-        """Of the directory that is to be opened, or was."""
+        """Mount point of the directory that is or will be open."""
         self._lock = threading.Lock()
 
     def look(self) -> None:
-        """Remember which directory it is that comes into service. Takes as long as the disk likes."""
+        """Remember which directory comes into service. May block for as long as the disk does."""
         with suppress(OSError):
             self._members_fd = os.open(members_file(self.path), os.O_PATH | os.O_CLOEXEC)
         if self.why_replaced() is not None:
-            # On a file system that numbers its inodes at every look, a later look would say nothing.
-            self._let_go()
+            # The file system gives out a new inode number at every stat(): later checks would prove nothing.
+            self._close_members_fd()
 
     def give_up(self) -> PathStore | None:
-        """The store that was in service; it is to be closed."""
-        self._let_go()
+        """Take the store out of service and return it; the caller closes it."""
+        self._close_members_fd()
         store, self.store = self.store, None
         return store
 
-    def _let_go(self) -> None:
+    def _close_members_fd(self) -> None:
         fd, self._members_fd = self._members_fd, None
         if fd is not None:
             os.close(fd)
 
     def why_replaced(self) -> str | None:
-        """That another directory, or none, has come into the place of the one in service, or that it was emptied, in
-        words; None while all is there, or where that cannot be seen."""
+        """Return, in words, that the directory in service was replaced, removed or emptied; None while it is
+        unchanged, or if that cannot be determined."""
         if self._members_fd is None:
             return None
         with suppress(OSError):
             try:
-                # Another process may have begun anew already.
+                # Another process may have created a new one already.
                 is_same = os.path.samestat(os.fstat(self._members_fd), os.stat(members_file(self.path)))
             except (FileNotFoundError, NotADirectoryError):
                 is_same = False
@@ -171,9 +171,9 @@ class _Part:
         return None
 
     def check(self) -> None:
-        """Raises OSError unless the device under the path takes a write.
+        """Raise OSError unless the device under the path accepts a write.
 
-        Makes no directory where a mount has vanished: the tier would begin anew on the disk below.
+        Makes no directory where a mount has vanished: the tier would start afresh on the disk below.
         """
         mount_point, mounted = mount_points(str(self.path.absolute()))
         if self._mount_point not in mounted and layout_in(self.path) is None:
@@ -198,17 +198,17 @@ class _Part:
                 self.last_error = error
 
     def note_clear(self, digests: Iterable[bytes | None], seconds: float) -> None:
-        """``seconds`` for which the disk may lose it: infinite for a path out of service."""
+        """Record a clear that the disk may lose for ``seconds``: infinite for a path out of service."""
         with self._lock:
             self._cleared = self._in_doubt() | dict.fromkeys(digests, time.monotonic() + seconds)
 
     def doubt_clears(self) -> None:
-        """What the disk may have lost is to be cleared once more."""
+        """Mark for another clear what the disk may have lost."""
         with self._lock:
             self._cleared = dict.fromkeys(self._in_doubt(), math.inf)
 
     def to_clear(self) -> list[bytes | None]:
-        """Identities that are to be cleared before the path comes back."""
+        """Return the identities (None: all) that must be cleared before the path comes back."""
         with self._lock:
             return [digest for digest, until in self._cleared.items() if until == math.inf]
 
@@ -218,7 +218,7 @@ class _Part:
 
 
 class SpreadStore:
-    """PageStore over the paths of a file tier. Threads: any, as its parts."""
+    """PageStore over the paths of a file tier. Thread-safe, as its parts are."""
 
     def __init__(
         self,
@@ -231,12 +231,12 @@ class SpreadStore:
         *,
         shared: bool = False,
     ) -> None:
-        """Opens every path. One that is broken starts out of service, unless all are: then its StoreSetupError is
-        raised, except where all that is wrong is that somebody does not answer in time (a process that is stopped). A
-        path that works and must not be used (another layout, another format) raises in any case.
+        """Open every path. A broken path starts out of service. If all are broken, raises the StoreSetupError of one,
+        unless every such error is only a timeout (a stopped process that holds a lock). A path that works but must not
+        be used (another layout, another format) raises in any case.
 
-        ``first_probe``: seconds until a path out of service is looked at for the first time. ``evicted_age``: seconds
-        since the last use of what the paths evict. ``shared``: what describe() says while no path is in service.
+        ``first_probe``: seconds until the first probe of a path out of service. ``evicted_age``: seconds since the last
+        use of what the paths evict. ``shared``: what describe() says while no path is in service.
         """
         self.name = name
         self._shared = shared
@@ -244,18 +244,18 @@ class SpreadStore:
         self._open_path = open_path
         self._evicted_age = evicted_age or RecentMean()
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
-        self._parts = [self._part(number, path, first_probe) for number, path in enumerate(paths)]
+        self._parts = [self._new_part(number, path, first_probe) for number, path in enumerate(paths)]
         self._seeds = path_seeds([str(path) for path in paths])
         self._usable: tuple[int, ...] = ()
-        """The numbers of the paths in service. A path that is the only one gets calls as they are: it has all pages."""
+        """The numbers of the paths in service. A sole path gets whole calls: it has all pages."""
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._state = threading.Lock()
-        # A path's share of the capacity, in a tuple, since it was changed; the opener knows the one at the start.
+        # Each path's share of the capacity, in a tuple, once it was changed; the opener knows the initial share.
         self._new_share: tuple[int | None] | None = None
         self._calls = CallGate(name)
         try:
             self._open_all()
-            # Each path's own threads do the work; these only wait for them.
+            # The paths' own threads do the work; these threads only wait for them.
             self._workers = ThreadPool(f"hicache-{name}-paths", len(paths) if len(paths) > 1 else 0)
         except BaseException:
             self._stop_probing()
@@ -265,7 +265,7 @@ class SpreadStore:
 
     @property
     def parts(self) -> list[PathStore]:
-        """The stores of the paths in service."""
+        """Stores of the paths in service."""
         return [store for number in self._usable if (store := self._parts[number].store) is not None]
 
     def out_of_service(self) -> list[Path]:
@@ -309,27 +309,27 @@ class SpreadStore:
         return hints.read_hints(self._parts[0].path, since)
 
     def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        """Of the paths in service: pages of the others cannot be read. Raises OSError, StoreClosedError."""
+        """List the blocks on paths in service; others cannot be read. Raises OSError, StoreClosedError."""
         with self._calls:
             found = [store.block_hashes(digest) for store in self.parts]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
-    # Hints name page hashes; which path has the page of an identity, none of them says.
+    # Hints name page hashes, which do not tell which path has the page of an identity.
 
     def lease_pages(self, hashes: Sequence[bytes], seconds: float, namespace: str) -> int:
-        # The pages of a prompt are on all of them, those out of service among them.
+        # The pages of a prompt are spread over all paths, including those out of service.
         usable, paths = [self._parts[number].path for number in self._usable], len(self._parts)
         leased = [pins.add_lease(path, hashes, seconds, namespace, paths) for path in usable]
-        self._look_at_pins()
+        self._refresh_pins()
         return len(hashes) * max(leased, default=False)
 
     def end_leases(self, hashes: Sequence[bytes]) -> int:
         ended = [pins.end_leases(self._parts[number].path, hashes) for number in self._usable]
-        self._look_at_pins()
+        self._refresh_pins()
         return max(ended, default=0)
 
-    def _look_at_pins(self) -> None:
-        """Other processes see it within seconds, this one at once."""
+    def _refresh_pins(self) -> None:
+        """Make this process see changed pins immediately; other processes see them within seconds."""
         for store in self.parts:
             store.pins.look_soon()
 
@@ -339,12 +339,12 @@ class SpreadStore:
 
     def can_resize(self, capacity: int | None) -> bool:
         if capacity is None and self.out_of_service():
-            # What is there, perhaps slabs, is not known.
+            # The layout there is unknown: it may be slabs, which need a capacity.
             return False
         return all(store.can_resize(capacity) for store in self.parts)
 
     def resize(self, capacity: int | None) -> None:
-        """Change the capacity of a tier in use. A path that is out of service gets its share when it is back."""
+        """Change the capacity of a tier in use. A path out of service gets its share when it comes back."""
         with self._state:
             self._new_share = (None if capacity is None else capacity // len(self._parts),)
             for store in self.parts:
@@ -352,7 +352,7 @@ class SpreadStore:
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         with self._state:
-            # A path that is coming back takes it from here, or is among the parts already.
+            # A path that is coming back takes it from here, unless its store is already among the parts.
             self._identities[digest] = document
             stores = self.parts
         for store in stores:
@@ -361,16 +361,16 @@ class SpreadStore:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        results = self._asked("get", batch, [GetResult.REJECTED] * len(batch.sizes))
+        results = self._split_call("get", batch, [GetResult.REJECTED] * len(batch.sizes))
         if rejected := results.count(GetResult.REJECTED):
             self.metrics.add("get", "rejected", rejected)
         return results
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        return self._asked("set", batch, [SetResult.REJECTED] * len(batch.sizes))
+        return self._split_call("set", batch, [SetResult.REJECTED] * len(batch.sizes))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._asked("contains", keys, [False] * len(keys))
+        return self._split_call("contains", keys, [False] * len(keys))
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
         if len(usable := self._usable) != 1:
@@ -392,14 +392,14 @@ class SpreadStore:
             )
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Of paths out of service as soon as they are back."""
+        """Clear identities on all paths; on paths out of service, before they come back."""
         with self._calls:
             with self._state:
                 usable = self._usable
                 for number, part in enumerate(self._parts):
                     seconds = _CLEAR_IN_DOUBT if number in usable else math.inf
                     part.note_clear([None] if digests is None else digests, seconds)
-            return max(of_each(lambda number: self._call(number, "clear", digests, 0), usable), default=0)
+            return max(clear_each(lambda number: self._call(number, "clear", digests, 0), usable), default=0)
 
     def close(self) -> None:
         if not self._calls.shut():
@@ -413,45 +413,45 @@ class SpreadStore:
     # -- splitting -------------------------------------------------------------------------------------------------
 
     def _by_path(self, keys: Sequence[bytes], *, to_write: bool = False) -> list[tuple[int, Sequence[int]]]:
-        """(path number, positions of its keys), paths without any left out; nothing when no path is in service."""
+        """Return (path number, positions of its keys), without paths that have none; empty if no path is in service."""
         usable = self._usable
         if not usable or not keys:
             return []
         chosen = choose_paths(keys, self._seeds, usable)
-        # Pages of theirs that are not there are elsewhere, or go there.
+        # Pages that a path refusing writes does not have are on the other paths, or are written there.
         writes = {number: self._parts[number].writes for number in usable}
-        refusing = [n for n, of_path in writes.items() if (of_path.reason if to_write else of_path.in_doubt)]
+        refusing = [n for n, pause in writes.items() if (pause.reason if to_write else pause.in_doubt)]
         others = [number for number in usable if number not in refusing]
         for number in refusing if others else ():
-            its = [position for position, choice in enumerate(chosen) if choice == number]
-            there = self._call(number, "contains", chosen_keys(keys, its), [False] * len(its)) if its else []
-            absent = [position for position, is_there in zip(its, there, strict=True) if not is_there]
+            own = [position for position, choice in enumerate(chosen) if choice == number]
+            hits = self._call(number, "contains", chosen_keys(keys, own), [False] * len(own)) if own else []
+            absent = [position for position, hit in zip(own, hits, strict=True) if not hit]
             put_back(chosen, absent, choose_paths(chosen_keys(keys, absent), self._seeds, others))
         return list(grouped(chosen).items())
 
-    def _asked(self, kind: str, asked: PageBatch | Sequence[bytes], otherwise: list[_Result]) -> list[_Result]:
-        """The answers of call ``kind``, ``otherwise`` for the pages of paths out of service."""
+    def _split_call(self, kind: str, batch: PageBatch | Sequence[bytes], otherwise: list[_Result]) -> list[_Result]:
+        """Return the answers of the call ``kind``, ``otherwise`` for pages of paths out of service."""
         with self._calls:
             if len(usable := self._usable) == 1:
-                return self._call(usable[0], kind, asked, otherwise)
-            # Of every path that has some of these pages, all paths simultaneously.
-            keys, part_of = (
-                (asked.keys, asked.select) if isinstance(asked, PageBatch) else (asked, partial(chosen_keys, asked))
+                return self._call(usable[0], kind, batch, otherwise)
+            # Call every path that has some of these pages, all in parallel.
+            keys, select = (
+                (batch.keys, batch.select) if isinstance(batch, PageBatch) else (batch, partial(chosen_keys, batch))
             )
             split, results = self._by_path(keys, to_write=kind == "set"), otherwise
 
-            def one(which: int) -> None:
+            def call_path(which: int) -> None:
                 number, positions = split[which]
                 rejected = [results[position] for position in positions]
-                answers = self._call(number, kind, part_of(positions), rejected)
+                answers = self._call(number, kind, select(positions), rejected)
                 put_back(results, positions, answers)
 
-            self._workers.run(len(split), one)
+            self._workers.run(len(split), call_path)
             return results
 
     def _call(self, number: int, kind: str, argument: Any, otherwise: _Answer) -> _Answer:
-        """The answer of one path's store, ``otherwise`` when it is out of service; takes the path out when it keeps
-        failing."""
+        """Return the answer of one path's store, ``otherwise`` if it is out of service. Takes the path out of service
+        if it keeps failing."""
         part = self._parts[number]
         store = part.store
         if store is None:
@@ -460,7 +460,7 @@ class SpreadStore:
         try:
             answer: _Answer = getattr(store, kind)(argument)
         except StoreClosedError:
-            # Taken out of service by another thread meanwhile.
+            # Another thread has taken the path out of service meanwhile.
             return otherwise
         if kind == "set" and SetResult.STORED in cast("list[SetResult]", answer) and part.writes.end():
             logger.warning("tier %s: path %s takes writes again", self.name, part.path)
@@ -479,14 +479,14 @@ class SpreadStore:
 
     # -- out of service and back -----------------------------------------------------------------------------------
 
-    def _part(self, number: int, path: Path, first_probe: float) -> _Part:
+    def _new_part(self, number: int, path: Path, first_probe: float) -> _Part:
         part, name, backoff = _Part(path), f"hicache-{self.name}-paths", Backoff(first_probe, _LONGEST_PAUSE)
-        probe, changed = partial(self._try_again, number), partial(self._changed, number)
+        probe, changed = partial(self._probe, number), partial(self._note_change, number)
         part.breaker = Breaker(name, probe, backoff, on_change=changed)
         return part
 
     def _open_all(self) -> None:
-        # At once: each may have to wait for a process that is stopped.
+        # In parallel: each path may have to wait for a stopped process.
         threads = ThreadPool(f"hicache-{self.name}-open")
         refusals = threads.run(len(self._parts), self._open)
         threads.close()
@@ -502,7 +502,7 @@ class SpreadStore:
         for part in self._parts:
             part.breaker.watch(part.why_replaced)
 
-    def _changed(self, number: int, state: BreakerState, reason: str) -> None:
+    def _note_change(self, number: int, state: BreakerState, reason: str) -> None:
         part = self._parts[number]
         if state is not BreakerState.OPEN:
             self.metrics.add("path_back_in_service", str(part.path))
@@ -527,7 +527,7 @@ class SpreadStore:
         for part in self._parts:
             part.breaker.close(max(0.0, deadline - time.monotonic()))
 
-    def _try_again(self, number: int) -> bool:
+    def _probe(self, number: int) -> bool:
         part = self._parts[number]
         self._close_store(part)
         try:
@@ -540,8 +540,8 @@ class SpreadStore:
         return refusal is None
 
     def _open(self, number: int) -> StoreSetupError | None:
-        """Open a path and use it, or return why it cannot be opened. Raises OSError, StoreClosedError, and
-        ClearLaterError where what was cleared meanwhile is there still."""
+        """Open a path and put it into service, or return why it cannot be opened. Raises OSError, StoreClosedError, and
+        ClearLaterError if something cleared meanwhile is still there."""
         part = self._parts[number]
         try:
             opened = self._open_path(part.path, part.note)
@@ -563,7 +563,7 @@ class SpreadStore:
                     opened.resize(self._new_share[0])
                 part.store = opened
                 if part.errors != errors:
-                    # Until now no error of the device was one of a path in use.
+                    # Errors of the device up to now were not counted as those of a path in use.
                     part.doubt_clears()
                 part.failed_calls.clear()
                 part.writes.end()
@@ -580,7 +580,7 @@ class SpreadStore:
         return None
 
     def _clear_again(self, part: _Part, opened: PathStore) -> None:
-        """Clear what was cleared while the path was out of service, or lost with its disk. Raises ClearLaterError."""
+        """Repeat clears made while the path was out of service, or lost by its disk. Raises ClearLaterError."""
         if digests := part.to_clear():
             part.note_clear(digests, _CLEAR_IN_DOUBT)
             try:
@@ -590,7 +590,7 @@ class SpreadStore:
                 raise
 
     def _close_store(self, part: _Part) -> None:
-        """Others are to be closed in order although this one fails."""
+        """Close a part's store. Logs a failure, so that the others are still closed."""
         store = part.give_up()
         try:
             if store is not None:
@@ -600,5 +600,5 @@ class SpreadStore:
 
 
 def _achieved(answer: object) -> bool:
-    """Whether a call moved, found or removed a page, although the device failed meanwhile."""
+    """Return whether a call moved, found or removed a page although the device failed meanwhile."""
     return any(result in _SUCCESS for result in answer) if isinstance(answer, list) else bool(answer)

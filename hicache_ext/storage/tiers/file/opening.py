@@ -1,4 +1,4 @@
-"""Opening a file tier as configured: the layout of each path, how it is read and written, its share of the capacity."""
+"""Opens a file tier as configured: the layout of each path, how it is read and written, its share of the capacity."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _warned_of_root: set[tuple[str, str]] = set()
 
 
 def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
-    """The store for ``tiers.<name>`` of type file. Raises ConfigError or StoreSetupError."""
+    """Open the store for ``tiers.<name>`` of type file. Raises ConfigError or StoreSetupError."""
     for path in tier.path:
         root = on_root_file_system(path)
-        # Once in a process: a tier that cannot start is opened again and again.
+        # Warn once per process: a tier that cannot start is opened again and again.
         if root is not None and not tier.require_mount and (name, path) not in _warned_of_root:
             _warned_of_root.add((name, path))
             otherwise = "if a disk of its own is meant, it is not mounted (require_mount: true refuses that)"
@@ -40,20 +40,20 @@ def open_file_tier(name: str, tier: FileTierConfig) -> PageStore:
 
 
 def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
-    """The store, without a warning. Raises as ``open_file_tier``."""
+    """Open the store without a warning. Raises the same errors as ``open_file_tier``."""
     access = _access(f"hicache_ext.tiers.{name}", tier)
     metrics, evicted_age = TierMetrics(name), RecentMean()
     paths, shared = [Path(path) for path in tier.path], tier.sharing().shared
 
     def open_path(path: Path, trouble: Trouble) -> PathStore:
-        """The store of one path with its share of the capacity."""
+        """Open the store of one path with its share of the capacity."""
         try:
             layout, reason = chosen_layout(name, tier, path)
             prepare_directory(path, access, name)
             plan = _plan(name, tier, path, direct_possible=layout == "slab")
         except OSError as error:
-            of_another = ["run the server as the account that owns it, or share it with mode: group"]
-            remedies = of_another if isinstance(error, PermissionError) else []
+            owner_remedy = ["run the server as the account that owns it, or share it with mode: group"]
+            remedies = owner_remedy if isinstance(error, PermissionError) else []
             raise StoreSetupError(name, f"directory {str(path)!r}: {error.strerror or error}", remedies) from error
         logger.info("tier %s: %s: layout %s (%s); I/O %s (%s)", name, path, layout, reason, plan, plan.reason)
         share = None if tier.capacity is None else tier.capacity // len(tier.path)
@@ -68,15 +68,15 @@ def open_paths(name: str, tier: FileTierConfig) -> SpreadStore:
         return PageFileStore(name, path, shared=shared, **options)
 
     for path in paths:
-        # Before one of them is made. A disk that does not answer is left to the store: another path may serve.
+        # Check all paths before creating one. A failing disk is left to the store: another path may serve.
         with suppress(OSError):
             chosen_layout(name, tier, path)
     return SpreadStore(name, paths, open_path, metrics, evicted_age=evicted_age, shared=shared)
 
 
 def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> tuple[Layout, str]:
-    """Return the layout that a server takes for ``path``, and why. Changes nothing. Raises StoreSetupError where it
-    would not start, and OSError as the disk does."""
+    """Return the layout that a server uses for ``path``, and why. Changes nothing. Raises StoreSetupError if it would
+    not start, and the disk's OSError."""
     root = on_root_file_system(str(path)) if tier.require_mount else None
     if root is not None:
         raise StoreSetupError(
@@ -99,7 +99,7 @@ def chosen_layout(name: str, tier: FileTierConfig, path: Path) -> tuple[Layout, 
 
 
 def _access(key: str, tier: FileTierConfig) -> Access:
-    """Raises ConfigError for a group that this machine does not have."""
+    """Return the tier's access. Raises ConfigError for a group that this machine does not have."""
     if not isinstance(tier.group, str):
         return Access(tier.mode == "group", tier.group)
     try:
@@ -111,7 +111,7 @@ def _access(key: str, tier: FileTierConfig) -> Access:
 
 
 def _plan(name: str, tier: FileTierConfig, path: Path, *, direct_possible: bool) -> IoPlan:
-    """Raises OSError as the disk does."""
+    """Return the I/O plan of a path. Raises StoreSetupError, and the disk's OSError."""
     if tier.io == "direct" and not takes_direct(path):
         raise StoreSetupError(name, f"io is 'direct', and the file system of {str(path)!r} does not do O_DIRECT")
     if tier.io == "auto" and file_system_of(path).type in ("tmpfs", "ramfs"):
@@ -122,7 +122,7 @@ def _plan(name: str, tier: FileTierConfig, path: Path, *, direct_possible: bool)
         try:
             measured = measured_device(path)
         except OSError as error:
-            # A tier that can be used is not lost to a measurement that cannot be made (no room for its file).
+            # A usable tier must not fail because a measurement does (no room for its file).
             logger.warning("tier %s: %s was not measured: %s", name, path, error)
             measured = Measured()
     return choose_io(tier.io, tier.capacity, tier.threads, measured, direct_possible=direct_possible)

@@ -1,9 +1,9 @@
-"""The store of one path of a file tier: what both layouts repeat, and how full it is.
+"""The store of one path of a file tier: what both layouts have in common, and how full the path is.
 
-Damage seldom comes alone, and a page that is there is EXISTS, unread. So once damage was found, what lies beside a bad
-page (its slab, its pack) is read in the background, and for a while a write reads the pages that are there before it
-calls them EXISTS: one recomputation heals a chain. What is found bad goes the way of every bad page: it is read again,
-and removed only where the stored copy is bad.
+Damage rarely comes alone, and a write reports an existing page as EXISTS without reading it. So once damage is found,
+the neighbours of the bad page (its slab or pack) are read in the background, and for a while a write reads existing
+pages before it reports EXISTS: one recomputation heals a chain. What these reads find is handled like any bad page: it
+is read again, and removed only if the stored copy is bad.
 
 ``ttl``: pages written longer ago are misses. The age counts from the write (in the envelope), not from the last use:
 docs/decisions/layout-and-io-auto.md.
@@ -47,49 +47,49 @@ _Answer = TypeVar("_Answer")
 
 
 DOUBT = 300.0
-"""Seconds after the last damage for which writes read what is there: what was computed in place of a bad page comes."""
+"""Seconds after the last damage for which writes read existing pages: recomputed pages are written in this time."""
 SCRUB_AFTER = 5.0
-"""Seconds from a bad page to the scrub: the read that found it finds others by itself."""
+"""Seconds from a bad page to the scrub: the read that found it also finds other bad pages in its batch."""
 _SCRUB_RATE = 64 << 20
-"""Bytes a second that a scrub reads."""
-_LOOKED_AT_ONCE = 8 << 20
-"""Bytes of memory for pages that are looked at, or one page."""
-_MOST_PLACES = 4096
-"""Slabs or packs that wait for their scrub."""
+"""Bytes that a scrub reads per second."""
+_VERIFY_BYTES = 8 << 20
+"""Bytes of memory for the pages of one batch of verification reads; one page may take more."""
+_MAX_PENDING_SCRUBS = 4096
+"""Most slabs or packs that wait for their scrub."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_SPACE_PAUSES = Backoff(1.0, 300.0)
-"""Seconds for which a disk that is full is not asked for more: pages take the place of cold ones meanwhile, or, where
-others take what that frees, are not written. Longer each time that it has no space again."""
+"""Seconds for which no more is asked of a full disk: new pages replace cold ones meanwhile, or are not written if other
+processes take the space that this frees. The pause grows each time that the disk is full again."""
 
 
 _CAPACITIES = ("half", "capacity", "twice", "four_times")
-"""Of the one that a path has."""
+"""Capacities that the miniatures simulate, relative to the path's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fullness:
-    """Of one path, all processes together. Bytes of disk."""
+    """How full one path is, counting all processes. Sizes are bytes of disk."""
 
     capacity: int | None
-    """None without a limit."""
+    """None: unlimited."""
     used: int
-    """What pages take."""
+    """Bytes that pages take."""
     free: int
-    """What can be written before something is evicted, or the disk is full."""
+    """Bytes that can be written before something is evicted, or the disk is full."""
     pages: int
     no_space_since: float = 0.0
     """Wall-clock seconds; 0 while writes find space."""
     served: Sequence[int] = (0, 0, 0, 0, 0)
-    """How many uses the miniatures of a path saw (native/table.c), and how many it would have served at each of
-    ``_CAPACITIES``."""
+    """Number of uses that the path's miniatures saw (native/table.c), and the hits that the path would have had at each
+    of ``_CAPACITIES``."""
     tenant_pages: Mapping[str, int] | None = None
     tenant_bytes: Mapping[str, int] | None = None
-    """By tenant; None without tenants."""
+    """Pages and bytes by tenant; None without tenants."""
 
 
 class PathStore(TierStore):
-    """A layout writes the hooks of ``TierStore``, but for ``_write``: ``_write_absent``, ``_pages_in``,
-    ``_open``, ``fullness``, ``_block_hashes`` and ``_demote``.
+    """Base of the layouts. A layout implements the hooks of ``TierStore`` except ``_write``; and ``_write_absent``,
+    ``_pages_in``, ``_open``, ``fullness``, ``_block_hashes`` and ``_demote``.
 
     Threads: any. The memory of a batch is touched only until the call returns.
     """
@@ -99,8 +99,8 @@ class PathStore(TierStore):
     pins: PinnedPages
     """Set by ``_open``."""
     no_space_since: int
-    """Since when writes have found no space (wall-clock seconds), for all processes together; 0 while they find some.
-    Raises OSError."""
+    """Time since which writes have found no space (wall-clock seconds), for all processes together; 0 while they find
+    some. Raises OSError."""
 
     def __init__(
         self,
@@ -115,11 +115,11 @@ class PathStore(TierStore):
         trouble: Trouble = lambda _: None,
         evicted_age: RecentMean | None = None,
     ) -> None:
-        """``capacity`` in bytes for all processes together, None without a limit; ``ttl`` in seconds.
+        """Open the path. ``capacity`` is in bytes for all processes together, None for no limit; ``ttl`` in seconds.
 
-        ``shared``: other machines have the directory, too. ``trouble`` hears of every error of the medium,
-        ``evicted_age`` how many seconds ago what is evicted was used. Raises StoreSetupError when the directory cannot
-        be used.
+        ``shared``: other machines use the directory, too. ``trouble`` is told every error of the medium,
+        ``evicted_age`` the seconds since the last use of what is evicted. Raises StoreSetupError if the directory
+        cannot be used.
         """
         super().__init__(name, metrics)
         self.shared = shared
@@ -130,17 +130,17 @@ class PathStore(TierStore):
         self._trouble = trouble
         self._clearing = Clearing(name)
         self._resources = ExitStack()
-        """What ``_open`` opened; closed last."""
+        """Resources that ``_open`` opened; closed last."""
         self._bad_found = 0
         self._doubted_until = -math.inf
         self._doubtful: dict[Hashable, None] = {}
-        """Slabs or packs in which a page was bad, until they were looked over; the first one is under way."""
+        """Slabs or packs in which a page was bad, until they are scrubbed; the first one is in progress."""
         self._doubtful_lock = threading.Lock()
         self._scrub = BackgroundLoop(f"hicache-{name}-scrub", self._scrub_next)
         self._workers = ThreadPool(f"hicache-{name}", self._plan.threads)
         try:
             self._open(path, evicted_age or RecentMean())
-            # The metrics may be older than this store: a path that was out of service comes back.
+            # The metrics may be older than this store: a path that was out of service may have come back.
             self._bad_found = self.metrics.total("corrupt")
         except (OSError, ValueError) as error:
             PathStore._close(self)
@@ -158,26 +158,26 @@ class PathStore(TierStore):
 
     @abc.abstractmethod
     def fullness(self) -> Fullness:
-        """Looks at the disk, which may take as long as the disk likes. Raises what the disk does."""
+        """Return how full the path is, from the disk. May block for as long as the disk does. Raises OSError."""
 
     def block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        """As ``PageLister``. Raises OSError, StoreClosedError."""
+        """Implement ``PageLister``. Raises OSError, StoreClosedError."""
         with self._calls:
             return self._block_hashes(digest)
 
     @abc.abstractmethod
     def _block_hashes(self, digest: bytes) -> npt.NDArray[np.int64]:
-        """As ``block_hashes``. Raises OSError."""
+        """Implement ``block_hashes``. Raises OSError."""
 
     def demote_pages(self, hashes: Sequence[bytes]) -> int:
-        """As ``TakesHints``. Raises OSError, IndexBusyError, StoreClosedError."""
+        """Implement ``TakesHints``. Raises OSError, IndexBusyError, StoreClosedError."""
         with self._calls:
             kept = self.pins.spared()
             return self._demote([page_hash for page_hash in hashes if page_hash not in kept])
 
     @abc.abstractmethod
     def _demote(self, hashes: Sequence[bytes]) -> int:
-        """As ``demote_pages``, whatever is pinned."""
+        """Demote pages as ``demote_pages`` does, but without regard to pins."""
 
     def details(self) -> dict[str, Any]:
         return {
@@ -192,7 +192,7 @@ class PathStore(TierStore):
         save_document(self._path, digest, document)
 
     def _oldest(self) -> int:
-        """Pages written before this (``created_ms`` of their envelope) are expired; 0 without a ttl."""
+        """Return the time (``created_ms`` of an envelope) before which written pages are expired; 0 without a ttl."""
         return 0 if self._ttl is None else max(0, int((time.time() - self._ttl) * 1000))
 
     def can_resize(self, capacity: int | None) -> bool:
@@ -202,23 +202,23 @@ class PathStore(TierStore):
         """Change the capacity of a store in use."""
         self._capacity = capacity
 
-    # -- behind a bad page -------------------------------------------------------------------------------------------
+    # -- verification after damage -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _write_absent(self, batch: PageBatch) -> list[SetResult]:
-        """As ``_write``; a page that is there is EXISTS, unread."""
+        """Write pages as ``_write`` does, but report existing pages as EXISTS without reading them."""
 
     def _look_at(self, batch: PageBatch) -> list[GetResult]:
-        """As ``_read``, for pages that nobody wants: it counts as no use where that can be avoided."""
-        # What is looked at was asked to be written, or is beside what was just read: a use already.
+        """Read pages only to verify them: this does not count as a use, where that can be avoided."""
+        # These pages were just to be written, or are next to what was just read: they count as used already.
         return self._read(batch)
 
     @abc.abstractmethod
     def _pages_in(self, place: Any) -> Iterator[tuple[list[bytes], list[int]]]:
-        """Keys and payload bytes of the pages in a place, as far as it tells, a part at a time. Raises OSError."""
+        """Yield keys and payload sizes of the pages known to be in a place, some at a time. Raises OSError."""
 
     def _damage_found(self) -> int:
-        """Grows with each bad page."""
+        """Return the number of bad pages found so far."""
         return self.metrics.total("corrupt")
 
     def _write(self, batch: PageBatch) -> list[SetResult]:
@@ -228,16 +228,16 @@ class PathStore(TierStore):
         if self._doubtful or time.monotonic() < self._doubted_until:
             there = [position for position, result in enumerate(results) if result is SetResult.EXISTS]
             keys, sizes = [batch.keys[position] for position in there], [batch.sizes[position] for position in there]
-            seen = [result for some, _ in self._looked_at(keys, sizes) for result in some]
+            seen = [result for some, _ in self._verification_reads(keys, sizes) for result in some]
             bad = [position for position, result in zip(there, seen, strict=True) if result is not GetResult.HIT]
             batch.move_at(bad, self._write_absent, results)
         return results
 
-    def _looked_at(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[list[GetResult], int]]:
-        """What reads of these pages into memory of their own say, some at a time; and the bytes of those."""
-        # Each begins where direct I/O wants it.
+    def _verification_reads(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Iterator[tuple[list[GetResult], int]]:
+        """Read these pages into separate memory, some at a time; yield the results of each step and its bytes."""
+        # Align each page as direct I/O needs it.
         stride = -(-max(1, *sizes) // mmap.PAGESIZE) * mmap.PAGESIZE if len(sizes) else 1
-        step = max(1, _LOOKED_AT_ONCE // stride)
+        step = max(1, _VERIFY_BYTES // stride)
         for begin in range(0, len(sizes), step):
             some = sizes[begin : begin + step]
             memory = memoryview(mmap.mmap(-1, len(some) * stride))
@@ -245,18 +245,18 @@ class PathStore(TierStore):
             yield self._look_at(PageBatch(keys[begin : begin + step], segments, some)), sum(some)
 
     def _look_over(self, place: Hashable) -> None:
-        """Have all pages of a slab or a pack read in the background, since one was bad. Does not wait.
+        """Schedule a background read of all pages of a slab or a pack in which one was bad. Does not wait.
 
-        Not where others have the directory, too: it may be this machine that is at fault."""
+        Does nothing if other machines use the directory, too: this machine may be at fault."""
         if self.shared:
             return
         with self._doubtful_lock:
-            if len(self._doubtful) < _MOST_PLACES:
+            if len(self._doubtful) < _MAX_PENDING_SCRUBS:
                 self._doubtful.setdefault(place)
         self._scrub.wake(SCRUB_AFTER)
 
     def _scrub_next(self) -> float | None:
-        """Looks over one place [the thread of the scrub]."""
+        """Scrub one place [scrub thread]."""
         with self._doubtful_lock:
             if not self._doubtful:
                 return None
@@ -265,12 +265,12 @@ class PathStore(TierStore):
         end = "ended"
         try:
             for keys, sizes in self._pages_in(place):
-                for results, read in self._looked_at(keys, sizes):
+                for results, read in self._verification_reads(keys, sizes):
                     seen.update(results)
                     if not self._scrub.rest(read / _SCRUB_RATE):
                         return None
         except OSError as error:
-            # A slab that was dropped meanwhile, or a device that fails.
+            # The slab was dropped meanwhile, or the device fails.
             end = "failed"
             logger.info("tier %s: %s: the pages beside a bad one are not all read: %s", self.name, self._path, error)
         with self._doubtful_lock:
@@ -295,14 +295,14 @@ class PathStore(TierStore):
         capacity: int | None,
         share: int,
     ) -> Sequence[Sequence[int]]:
-        """``positions`` cut so that no portion needs more than this share of ``capacity``, unless one page does.
-        ``disk_bytes``: of a page of this size."""
+        """Cut ``positions`` into portions that each need at most a ``share``-th of ``capacity``, unless one page needs
+        more. ``disk_bytes``: maps the size of a page to its bytes of disk."""
         needed = {size: disk_bytes(size) for size in set(sizes)}
         most = math.inf if capacity is None else capacity // share
         return portions(positions, [needed[sizes[position]] for position in positions], most)
 
     def _note_space(self, error: OSError | None) -> bool:
-        """Writes find no space, for this reason, or some again (None); whether that could be written down."""
+        """Record that writes find no space because of ``error``, or space again (None); return whether that worked."""
         try:
             since, now = self.no_space_since, int(time.time())
             if bool(since) == (error is None):
@@ -312,8 +312,8 @@ class PathStore(TierStore):
             return False
         if error is not None:
             words = "tier %s: no space left for %s below its capacity (%s): new pages take the place of cold ones"
-            told = self.name, self._path, error.strerror or error
-            self._failing_log.log(logging.WARNING, "full", words, *told)
+            log_arguments = self.name, self._path, error.strerror or error
+            self._failing_log.log(logging.WARNING, "full", words, *log_arguments)
         elif since:
             words = "tier %s: %s has space again, after %.0f s"
             self._failing_log.log(logging.WARNING, "space", words, self.name, self._path, max(0, now - since))
@@ -324,11 +324,11 @@ class PathStore(TierStore):
         self._trouble(error)
 
 
-def of_each(
+def clear_each(
     work: Callable[[_Item], _Answer], items: Iterable[_Item], note: Callable[[OSError], None] = lambda _: None
 ) -> list[_Answer]:
-    """Return the answers of a clear() for each of several things, of which one that fails does not keep it from the
-    others. Raises the last OSError or ClearLaterError; ``note`` hears of each OSError before that one."""
+    """Return the answers of a clear() for each item; one that fails does not stop the others. Raises the last OSError
+    or ClearLaterError; ``note`` is called with each OSError before that one."""
     answers: list[_Answer] = []
     failed: OSError | ClearLaterError | None = None
     for item in items:
@@ -344,7 +344,7 @@ def of_each(
 
 
 def gauges_of_paths(paths: Sequence[Fullness]) -> dict[str, float]:
-    """Of several paths together; none at all hold nothing."""
+    """Return the gauges of several paths together; zeros for no paths at all."""
     uses, *hits = [sum(path.served[number] for path in paths) for number in range(1 + len(_CAPACITIES))]
     shares = {f"hit_share_at_{name}": count / uses for name, count in zip(_CAPACITIES, hits, strict=True) if uses}
     return {
@@ -353,6 +353,6 @@ def gauges_of_paths(paths: Sequence[Fullness]) -> dict[str, float]:
         "free_bytes": float(sum(path.free for path in paths)),
         "pages": float(sum(path.pages for path in paths)),
         "no_space_since_seconds": min((path.no_space_since for path in paths if path.no_space_since), default=0.0),
-        # A path counts by its uses.
+        # Each path is weighted by its uses.
         **shares,
     }

@@ -1,22 +1,22 @@
-"""Pinned pages: eviction keeps them. Recorded in the directory itself.
+"""Pinned pages, which eviction keeps. Pins are recorded in the directory itself.
 
 ::
 
-    PATH/pins/<name>.json      since when, until when, and the hashes of the pages in the order of their chain
+    PATH/pins/<name>.json      start and end, and the hashes of the pages in the order of their chain
     PATH/pins/@<hash>.<until>.<pages>.<namespace>.json     a lease, which a request asked for: a pin that always ends
 
-A pin names page hashes, which follow from the tokens of a prompt alone: it holds for every model, rank and pool with a
+A pin names page hashes, which follow from the tokens of a prompt alone: it applies to every model, rank and pool with a
 page under such a hash, now or later. All processes on the directory see it within seconds. Pins survive restarts and
 rebuilds of the index.
 
-Pinned pages take at most half of a directory's capacity: the pins made first count, and of a pin the first pages of its
-chain. A page older than the tier's ``ttl`` goes although it is pinned. Reasons: docs/decisions/layout-and-io-auto.md.
+Pinned pages take at most half of a directory's capacity: older pins take precedence, and within a pin the first pages
+of its chain. Pins do not protect from the tier's ``ttl``. Reasons: docs/decisions/layout-and-io-auto.md.
 
-Leases take what pins leave of that half, for the pages that are there: each namespace (salt, extra key) gets the lease
-that ends first, whose prompt is wanted soonest, then each its next one. No ``pin`` has the name of a lease, which says
-what it is about (the last page's hash, an end in seconds since 1970, a number of pages, whose): records need not be
-read to be counted or removed. Where there are too many, the first lease of a namespace displaces the one that ends last
-of the namespace that has the most. Reasons: docs/decisions/tenants.md.
+Leases get what pins leave of that half, for pages that are there. Each namespace (salt, extra key) first gets the lease
+that ends first, whose prompt is wanted soonest; then each gets its next one, and so on. The name of a lease,
+which no ``pin`` can have, gives the last page's hash, the end in seconds since 1970, the number of pages and the
+namespace, so that leases can be counted and removed without reading them. If there are too many, the first lease of a
+namespace displaces the last-ending lease of the namespace that holds the most. Reasons: docs/decisions/tenants.md.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ LARGEST_PIN = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LEASE = re.compile(r"@([0-9a-f]{32})\.([0-9]{1,11})\.([0-9]{1,7})\.([0-9a-z]{0,16})")
 _MOST_LEASED = 1 << 17
-"""Pages of all leases of a directory: their hashes take 8 MiB as files."""
+"""Most pages of all leases of a directory together: their hashes take 8 MiB as files."""
 _LEAST_LEASED = 128
-"""Pages that each lease counts as, at least: so there are at most 1,024."""
-_ELSEWHERE = 16
-"""Pages of a leased prompt, one after another, that may all lie in one other directory. One more is missing, and what
-is behind it is not kept."""
+"""Fewest pages that a lease counts as, so that there are at most 1,024 leases."""
+_MAX_RUN = 16
+"""Longest run of consecutive pages of a leased prompt that may all be in one other directory. If a run is longer, its
+pages are missing, and the pages after it are not kept."""
 _MOST_PATHS = 64
 _FIRST_LEASES = 16
 _COUNT_PART = 32
-"""Pages are counted again as soon as a 32nd part as many were stored as the last count looked up, but counting takes no
-more than a 20th part of the time."""
+"""Pages are counted again once 1/32 as many were stored as the last count looked up."""
 _PAUSE = 20
+"""Pause between two counts, as a multiple of the time that a count takes."""
 _LONGEST_LEASE = 366 * 86400.0
 _LARGEST_SKEW = 3600.0
-"""Seconds. A lease that would last longer, or is from later, was made by a clock that was wrong, and is over."""
+"""Seconds. A lease that starts later or lasts longer than this allows comes from a wrong clock, and is over."""
 _LOOK_INTERVAL = 2.0
 """Seconds between two checks for new pins."""
 _COUNT_INTERVAL = 10.0
@@ -76,48 +76,48 @@ _LATEST = 1 << 36
 _reported_unreadable: set[Path] = set()
 
 ResidentBytes = Callable[[Sequence[bytes]], list[int]]
-"""For page hashes: the bytes of disk that the pages under each take in the directory, over all identities."""
+"""Returns the bytes of disk that the pages under each page hash take in the directory, over all identities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Times are wall-clock seconds; ``until`` None: without end."""
+    """A pin or a lease. Times are wall-clock seconds; ``until`` None: it does not end."""
 
     name: str
     created: float
     until: float | None
     hashes: tuple[bytes, ...]
     paths: int = 1
-    """Over which these pages are spread, so that most are not in this directory."""
+    """Number of directories over which a lease's pages are spread: most pages are not in this one."""
 
     @property
     def namespace(self) -> str:
-        """Of a lease."""
+        """Namespace in the name of a lease."""
         return self.name.rpartition(".")[2]
 
     @property
     def is_lease(self) -> bool:
         return self.name.startswith("@")
 
-    def over(self, now: float) -> bool:
+    def is_over(self, now: float) -> bool:
         if self.is_lease and (self.created > now + _LARGEST_SKEW or _is_over(self.until or 0.0, now)):
             return True
         return self.until is not None and now >= self.until
 
 
 def _is_over(until: float, now: float) -> bool:
-    """Of a lease."""
+    """Return whether a lease with this end is over."""
     return not now < until <= now + _LONGEST_LEASE + _LARGEST_SKEW
 
 
-Known = dict[Path, tuple[tuple[int, int, int], Pin]]
-"""Of files of pins: what told that they changed (time, size, inode), and what was read."""
+PinCache = dict[Path, tuple[tuple[int, int, int], Pin]]
+"""File of a pin -> its signature (mtime, size, inode), which shows changes, and the pin read from it."""
 
 
 def add_pin(path: Path, name: str, hashes: Sequence[bytes], seconds: float | None) -> Pin:
-    """Record a pin in the directory ``path``; one of the same name is replaced.
+    """Record a pin in the directory ``path``, replacing one of the same name.
 
-    Raises StoreError on a name that cannot be used, ValueError on hashes that are none, OSError as the disk does.
+    Raises StoreError for an invalid name, ValueError for invalid hashes, and the disk's OSError.
     """
     if not _NAME.fullmatch(name):
         raise StoreError(f"{name!r} cannot name a pin: up to 64 letters, digits, '.', '_' and '-'")
@@ -138,15 +138,15 @@ def _record(path: Path, pin: Pin) -> None:
 
 
 def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: str, paths: int = 1) -> bool:
-    """Record a lease on the pages of a prompt, unless there is one that ends no sooner; it takes the place of those on
-    the beginnings of this prompt that end no later. ``namespace``: up to 16 digits and small letters; ``paths``: over
-    how many directories its pages are spread. False where there are too many leases. Raises OSError."""
+    """Record a lease on the pages of a prompt, unless one exists that ends no sooner. It replaces leases on prefixes of
+    this prompt that end no later. ``namespace``: up to 16 digits and lowercase letters; ``paths``: the number of
+    directories over which its pages are spread. Return False if there are too many leases. Raises OSError."""
     now, seconds = time.time(), min(seconds, _LONGEST_LEASE)
-    own, leases = {_lease_hash(page_hash) for page_hash in hashes}, _leases(path)
+    short_hashes, leases = {_lease_hash(page_hash) for page_hash in hashes}, _leases(path)
     until, last = now + seconds, _lease_hash(hashes[-1])
     if any(lease[0] == last and lease[1] + 1 >= until and lease[2] == len(hashes) for lease in leases.values()):
         return True
-    replaced = {name: lease for name, lease in leases.items() if lease[0] in own and lease[1] <= until + 1}
+    replaced = {name: lease for name, lease in leases.items() if lease[0] in short_hashes and lease[1] <= until + 1}
     left = {name: lease for name, lease in leases.items() if name not in replaced}
     if (displaced := _displaced(left, len(hashes), namespace)) is None:
         return False
@@ -157,7 +157,7 @@ def add_lease(path: Path, hashes: Sequence[bytes], seconds: float, namespace: st
 
 
 def _displaced(leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[str] | None:
-    """The names of leases that make room for one of so many pages; None where there is none for it."""
+    """Return the names of leases to remove for one of ``pages`` pages; None if it gets no room."""
     left = {name: max(lease[2], _LEAST_LEASED) for name, lease in leases.items()}
     wanted = max(pages, _LEAST_LEASED)
     if sum(left.values()) + wanted <= _MOST_LEASED:
@@ -165,10 +165,10 @@ def _displaced(leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[
     if any(lease[3] == namespace for lease in leases.values()):
         return None
     while sum(left.values()) + wanted > _MOST_LEASED:
-        of_each: dict[str, list[str]] = defaultdict(list)
+        by_namespace: dict[str, list[str]] = defaultdict(list)
         for name in left:
-            of_each[leases[name][3]].append(name)
-        most = max(of_each.values(), key=lambda names: sum(left[name] for name in names), default=[])
+            by_namespace[leases[name][3]].append(name)
+        most = max(by_namespace.values(), key=lambda names: sum(left[name] for name in names), default=[])
         if sum(left[name] for name in most) <= wanted:
             return None
         del left[max(most, key=lambda name: leases[name][1])]
@@ -176,9 +176,9 @@ def _displaced(leases: Mapping[str, _Lease], pages: int, namespace: str) -> set[
 
 
 def end_leases(path: Path, hashes: Sequence[bytes]) -> int:
-    """End the leases on prompts whose last page is one of these; how many. Raises OSError."""
-    own = {_lease_hash(page_hash) for page_hash in hashes}
-    return _remove_leases(path, {name for name, lease in _leases(path).items() if lease[0] in own})
+    """End the leases on prompts whose last page is one of these; return their number. Raises OSError."""
+    last_pages = {_lease_hash(page_hash) for page_hash in hashes}
+    return _remove_leases(path, {name for name, lease in _leases(path).items() if lease[0] in last_pages})
 
 
 def _lease_hash(page_hash: bytes) -> str:
@@ -186,11 +186,11 @@ def _lease_hash(page_hash: bytes) -> str:
 
 
 _Lease = tuple[str, int, int, str]
-"""The last page, the end, how many pages, and the namespace."""
+"""Hash of the last page, end, number of pages, and namespace."""
 
 
 def _leases(path: Path) -> dict[str, _Lease]:
-    """What the name of each says. Those that are over are removed."""
+    """Return the leases by name, parsed from their names. Removes those that are over."""
     try:
         names = [file.removesuffix(".json") for file in os.listdir(path / "pins")]
     except FileNotFoundError:
@@ -198,9 +198,9 @@ def _leases(path: Path) -> dict[str, _Lease]:
     matches = {name: lease for name in names if (lease := _LEASE.fullmatch(name))}
     found = {name: (lease[1], int(lease[2]), int(lease[3]), lease[4]) for name, lease in matches.items()}
     now = time.time()
-    over = {name for name, lease in found.items() if _is_over(lease[1], now)}
-    _remove_leases(path, over)
-    return {name: lease for name, lease in found.items() if name not in over}
+    expired = {name for name, lease in found.items() if _is_over(lease[1], now)}
+    _remove_leases(path, expired)
+    return {name: lease for name, lease in found.items() if name not in expired}
 
 
 def _remove_leases(path: Path, names: Set[str]) -> int:
@@ -213,7 +213,7 @@ def _remove_leases(path: Path, names: Set[str]) -> int:
 
 
 def remove_pin(path: Path, name: str) -> bool:
-    """False when there was none. Raises StoreError where it cannot be removed."""
+    """Remove a pin or lease; return False if there was none. Raises StoreError if it cannot be removed."""
     if not (_NAME.fullmatch(name) or _LEASE.fullmatch(name)):
         return False
     try:
@@ -225,23 +225,23 @@ def remove_pin(path: Path, name: str) -> bool:
     return True
 
 
-def read_pins(path: Path, known: Known | None = None) -> list[Pin]:
-    """The pins of a directory that are in force, oldest first, leases among them. ``known``: files that were read
-    before, which are read again where they changed, and forgotten where they are gone."""
+def read_pins(path: Path, known: PinCache | None = None) -> list[Pin]:
+    """Return the pins of a directory that are in force, including leases, oldest first. ``known``: files read before;
+    changed ones are read again, and those that are gone are forgotten."""
     now = time.time()
-    pins = [pin for pin in _recorded(path, known) if not pin.over(now)]
+    pins = [pin for pin in _recorded_pins(path, known) if not pin.is_over(now)]
     return sorted(pins, key=lambda pin: (pin.created, pin.name))
 
 
 def pins_that_are_over(path: Path) -> list[str]:
-    """The names of expired pins whose records still exist."""
+    """Return the names of expired pins whose records still exist."""
     now = time.time()
-    return [pin.name for pin in _recorded(path) if pin.over(now)]
+    return [pin.name for pin in _recorded_pins(path) if pin.is_over(now)]
 
 
-def _in_order(pins: Sequence[Pin]) -> list[Pin]:
-    """The order in which they count: pins as they come; then of each namespace the lease that ends first, then the next
-    one of each."""
+def _by_precedence(pins: Sequence[Pin]) -> list[Pin]:
+    """Order by precedence: pins in the given order; then the lease of each namespace that ends first, then the next of
+    each, and so on."""
     by_end = sorted((pin for pin in pins if pin.is_lease), key=lambda lease: lease.until or 0.0)
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     turns = [(next(numbers[lease.namespace]), lease) for lease in by_end]
@@ -252,31 +252,31 @@ def _in_order(pins: Sequence[Pin]) -> list[Pin]:
 def kept_pages(
     pins: Sequence[Pin], resident: ResidentBytes, limit: int | None
 ) -> tuple[frozenset[bytes], frozenset[bytes], int]:
-    """The page hashes that are pinned, those that are pinned or leased, up to so many bytes; how many were looked up.
+    """Return the page hashes that are pinned, those that are pinned or leased, up to ``limit`` bytes, and the number of
+    hashes looked up.
 
-    Pinned are also pages that are not there. Of each lease the beginning of its prompt counts that is there: nobody can
-    use what is behind pages that are gone.
+    Pins include absent pages. A lease covers only the prefix that is there: nobody can use pages after a gap.
     """
     left, is_full = math.inf if limit is None else limit, False
     pinned: set[bytes] = set()
     leased: set[bytes] = set()
     sizes: dict[bytes, int] = {}
-    ordered, at_once = _in_order(pins), sum(not pin.is_lease for pin in pins) + _FIRST_LEASES
+    ordered, step = _by_precedence(pins), sum(not pin.is_lease for pin in pins) + _FIRST_LEASES
     while ordered:
-        # In few steps: page files are all listed in each.
-        some, ordered, at_once = ordered[:at_once], ordered[at_once:], 8 * at_once
+        # Take few, growing steps: each one lists all page files.
+        some, ordered, step = ordered[:step], ordered[step:], 8 * step
         named = list({page_hash: None for pin in some for page_hash in pin.hashes if page_hash not in sizes})
         sizes.update(zip(named, resident(named), strict=True))
         for pin in some:
-            missing, most_missing = 0, _ELSEWHERE * (pin.paths - 1) if pin.is_lease else math.inf
-            its = leased if pin.is_lease else pinned
+            missing, max_missing = 0, _MAX_RUN * (pin.paths - 1) if pin.is_lease else math.inf
+            kept = leased if pin.is_lease else pinned
             if is_full and not pin.is_lease:
                 continue
             for page_hash in pin.hashes:
                 missing = 0 if sizes[page_hash] else missing + 1
-                if missing > most_missing:
+                if missing > max_missing:
                     break
-                if page_hash in pinned or page_hash in leased or (missing and its is leased):
+                if page_hash in pinned or page_hash in leased or (missing and kept is leased):
                     continue
                 if sizes[page_hash] > left:
                     if pin.is_lease:
@@ -284,17 +284,17 @@ def kept_pages(
                     is_full = True
                     break
                 left -= sizes[page_hash]
-                its.add(page_hash)
+                kept.add(page_hash)
     return frozenset(pinned), frozenset(pinned | leased), len(sizes)
 
 
 def count_after(looked_up: int) -> int:
-    """How many pages are stored until the leased ones are counted again, after a count that looked up so many."""
+    """Return how many pages may be stored before the next count, after one that looked up ``looked_up`` pages."""
     return looked_up // _COUNT_PART + 1
 
 
 class PinnedPages:
-    """The pinned pages of one directory, kept up to date. Any thread; never raises."""
+    """The pinned pages of one directory, kept up to date. Thread-safe; never raises."""
 
     def __init__(
         self,
@@ -304,8 +304,8 @@ class PinnedPages:
         resident: ResidentBytes,
         stored: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``limit``: bytes that pinned pages may take; ``resident`` may raise whatever the directory does. ``stored``:
-        pages that were ever stored, where that is known."""
+        """``limit``: bytes that pinned pages may take. ``resident`` may raise any error of the directory. ``stored``
+        returns the number of pages ever stored, where that is known."""
         self._tier = tier
         self._path = path
         self._limit = limit
@@ -314,36 +314,36 @@ class PinnedPages:
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._count_at = 0.0
-        self._count_when = 0
-        """Pages stored, when they are to be counted again."""
+        self._count_at_stored = 0
+        """Number of pages ever stored at which to count again."""
         self._pause_until = 0.0
-        # When the records changed last and the limit, as of the last count.
+        # The mtime of the records and the limit, as of the last count.
         self._counted: tuple[int | None, int | None] = (None, limit)
         self._pinned = self._spared = frozenset[bytes]()
-        self._known: Known = {}
+        self._known: PinCache = {}
         self._warned = False
 
     def set_limit(self, limit: int | None) -> None:
-        """Change the limit in bytes; the next ``spared()`` counts anew."""
+        """Change the limit in bytes; the next ``spared()`` counts again."""
         self._limit = limit
         self._pause_until = 0.0
         self.look_soon()
 
     def look_soon(self) -> None:
-        """Look at the records at the next question: one has changed."""
+        """Check the records on the next ``spared()``, because one has changed."""
         self._look_at = 0.0
 
     def spared(self, *, leased: bool = True) -> frozenset[bytes]:
-        """The page hashes that are pinned or ``leased``. Mostly free; a few system calls every two seconds."""
+        """Return the page hashes that are pinned or ``leased``. Cheap: a few system calls every two seconds."""
         now = time.monotonic()
         if now < self._pause_until:
             return self._spared if leased else self._pinned
-        changed = self._known and self._stored() >= self._count_when
+        changed = self._known and self._stored() >= self._count_at_stored
         if (changed or now >= self._look_at) and self._lock.acquire(blocking=False):
             try:
                 self._look()
             except Exception:
-                # On a failing disk the last known pins stay in force, and eviction goes on.
+                # On a failing disk, the last known pins stay in force and eviction continues.
                 self._pause_until = time.monotonic() + _COUNT_INTERVAL
                 logger.exception("tier %s: pins of %s", self._tier, self._path)
             finally:
@@ -358,28 +358,28 @@ class PinnedPages:
         except FileNotFoundError:
             changed = None
         counted = (changed, self._limit)
-        is_due = now >= self._count_at or stored >= self._count_when
+        is_due = now >= self._count_at or stored >= self._count_at_stored
         if counted == self._counted and (changed is None or not is_due):
             return
         self._counted, self._count_at = counted, now + _COUNT_INTERVAL
         recorded = read_pins(self._path, self._known)
         self._pinned, self._spared, looked_up = kept_pages(recorded, self._resident, counted[1])
-        left_out = not all(self._pinned.issuperset(pin.hashes) for pin in recorded if not pin.is_lease)
-        self._count_when = stored + count_after(looked_up)
+        is_limited = not all(self._pinned.issuperset(pin.hashes) for pin in recorded if not pin.is_lease)
+        self._count_at_stored = stored + count_after(looked_up)
         ended = time.monotonic()
         self._pause_until = ended + _PAUSE * (ended - now)
-        if left_out and not self._warned:
+        if is_limited and not self._warned:
             logger.warning(
                 "tier %s: pinned pages would take more than half of %s; those pinned last are not spared, %d pages are",
                 self._tier,
                 self._path,
                 len(self._pinned),
             )
-        self._warned = left_out
+        self._warned = is_limited
 
 
-def _recorded(path: Path, known: Known | None = None) -> Iterator[Pin]:
-    """Every pin, also of the past. Unreadable ones are left out, with one warning: pins are read every few seconds."""
+def _recorded_pins(path: Path, known: PinCache | None = None) -> Iterator[Pin]:
+    """Yield every pin, expired ones, too. Skips unreadable ones, warning once: pins are read every few seconds."""
     try:
         files = sorted((path / "pins").glob("*.json"))
     except OSError:
@@ -403,7 +403,7 @@ def _recorded(path: Path, known: Known | None = None) -> Iterator[Pin]:
 
 
 def _read_pin(file: Path) -> Pin:
-    """Raises OSError, ValueError, KeyError or TypeError when the file holds no pin."""
+    """Read a pin. Raises OSError, ValueError, KeyError or TypeError if the file holds none."""
     document = parsed(read_small(file))
     if document is None:
         raise ValueError("not a JSON object")
@@ -411,21 +411,21 @@ def _read_pin(file: Path) -> Pin:
     hashes = tuple(bytes.fromhex(text) for text in document["hashes"])
     if any(len(page_hash) != PAGE_HASH_LENGTH for page_hash in hashes):
         raise ValueError("a hash of another length")
-    created = _moment(document["created"])
+    created = _parse_time(document["created"])
     if created >= _LATEST:
         raise ValueError("made at a time that no calendar has")
     if (lease := _LEASE.fullmatch(file.stem)) is None and file.stem.startswith("@"):
         raise ValueError("no lease has such a name")
     if lease is None:
-        return Pin(file.stem, created, None if until is None else _moment(until), hashes)
-    # What the name says bounds it: it is what is counted.
+        return Pin(file.stem, created, None if until is None else _parse_time(until), hashes)
+    # The name limits the lease, because leases are counted by their names.
     hashes = hashes[: int(lease[3])]
     paths = document.get("paths")
     paths = paths if isinstance(paths, int) and 0 < paths <= _MOST_PATHS else 1
-    return Pin(file.stem, created, min(_moment(until), float(lease[2])), hashes, paths)
+    return Pin(file.stem, created, min(_parse_time(until), float(lease[2])), hashes, paths)
 
 
-def _moment(seconds: object) -> float:
+def _parse_time(seconds: object) -> float:
     if isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds < sys.float_info.max:
         return float(seconds)
     raise ValueError("a time that is none")

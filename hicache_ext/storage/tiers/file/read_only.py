@@ -1,8 +1,8 @@
-"""A tier that is only read, on volumes that cannot be written: what the tools see of its directories, served.
+"""A tier that is only read, on volumes that cannot be written: serves the pages that inspectors find at its paths.
 
-Nothing is made, locked or changed there, which the stores of both layouts must do. What is there is listed in the
-background, every half minute or, where that takes long, more seldom: look-ups and reads answer from the last list. A
-page that went meanwhile is a miss. What was cleared or removed is hidden from this process, for as long as it runs.
+Nothing is created, locked or changed there, as the stores of both layouts would have to. Pages are listed in the
+background, every half minute, or less often if that takes long; lookups and reads use the last list. A page that has
+gone meanwhile is a miss. What was cleared or removed stays hidden from this process for as long as it runs.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from hicache_ext.storage.tiers.file.config import FileTierConfig
 from hicache_ext.storage.tiers.file.inspection import open_inspector
 from hicache_ext.storage.tiers.file.inspector import Inspector, StoredPage, reason_it_is_bad
 
-_LISTED_FOR = 30.0
-"""Seconds."""
-_SHARE = 0.05
-"""Of the time that listing may take."""
+_LIST_INTERVAL = 30.0
+"""Shortest time between two listings, in seconds."""
+_LIST_SHARE = 0.05
+"""Share of the time that listing may take."""
 _FIRST_LISTING = 5.0
-"""Seconds that the start waits for it."""
+"""Seconds that the start waits for the first listing."""
 _CLOSE_TIMEOUT = 10.0
-"""Seconds that close() waits for the listing under way: on a volume that hangs it may never end."""
+"""Seconds that close() waits for a listing in progress: on a hanging volume, it may never end."""
 
 
 def cannot_be_written(tier: FileTierConfig) -> bool:
-    """Whether this server only reads the tier, and may not write to any of its directories, which are there."""
+    """Return whether this server only reads the tier and all its directories exist but cannot be written."""
     return tier.only_read and all(os.path.isdir(path) and not os.access(path, os.W_OK) for path in tier.path)
 
 
 class ReadOnlyStore(TierStore):
-    """Threads: any; pages are read one at a time."""
+    """Serves a read-only tier. Thread-safe; pages are read one at a time."""
 
     type_name = "file"
 
     def __init__(self, name: str, tier: FileTierConfig) -> None:
-        """Raises StoreSetupError."""
+        """Start listing the tier's pages. Raises StoreSetupError."""
         super().__init__(name)
         self._paths, self._ttl, self.shared = tier.path, tier.ttl, tier.sharing().shared
         self._reading = threading.Lock()
         self._pages: dict[bytes, tuple[Inspector, StoredPage]] = {}
-        """The last list, without what turned out to be no page of it."""
+        """The last list, without entries that turned out to be absent or bad."""
         self._hidden: set[bytes | None] = set()
-        """Pages that were removed, identities that were cleared; None: all."""
+        """Keys of removed pages and digests of cleared identities; None: everything."""
         try:
             for path in tier.path:
                 open_inspector(Path(path))
@@ -72,7 +72,7 @@ class ReadOnlyStore(TierStore):
         return [Finding("path", Level.OK, seen if self._listed.is_set() else f"{seen} (they are still being listed)")]
 
     def _list(self) -> float | None:
-        """A step in the background. Inspectors are opened anew: servers elsewhere may have added slabs."""
+        """List all pages [background]. Opens the inspectors again: servers elsewhere may have added slabs."""
         begun = time.monotonic()
         pages: dict[bytes, tuple[Inspector, StoredPage]] = {}
         for path in self._paths:
@@ -83,13 +83,13 @@ class ReadOnlyStore(TierStore):
                 pages[page.key] = inspector, page
         self._pages = pages
         self._listed.set()
-        return max(_LISTED_FOR, (time.monotonic() - begun) / _SHARE)
+        return max(_LIST_INTERVAL, (time.monotonic() - begun) / _LIST_SHARE)
 
     def _page(self, key: bytes) -> tuple[Inspector, StoredPage] | None:
         found = self._pages.get(key)
         if found is None or not self._hidden.isdisjoint((None, key, key[:IDENTITY_LENGTH])):
             return None
-        # Of some pages only the header tells when they were written, but not after their last use.
+        # For some pages, only the header tells when they were written, which is never after their last use.
         written = found[1].written or found[1].used
         return None if written is not None and self._is_expired(written) else found
 
@@ -120,7 +120,7 @@ class ReadOnlyStore(TierStore):
             elif not self._is_expired(decode_header(content).created_ms / 1000):
                 scatter(memoryview(content)[FIELDS_LENGTH:], segments)
                 return GetResult.HIT
-        # Until the next listing it is absent.
+        # Treat it as absent until the next listing.
         self._pages.pop(key, None)
         return result
 

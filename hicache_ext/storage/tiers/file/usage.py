@@ -1,13 +1,13 @@
-"""How full one directory of page files is, shared by all processes that write to it.
+"""Accounts for the space of one directory of page files, shared by all processes that write to it.
 
-One small file holds the bytes stored and, per writer process, its operations under way and the bytes reserved for them.
-Every change is made under a lock, held for microseconds and waited for at most a second, so the capacity holds for
-all ranks and processes together. An operation begins before its first file changes and ends when its last one is
-counted; in between its process keeps its part in memory, too, and settles what it could not write as soon as it can.
+One small file, the account, holds the bytes stored and, per writer process, the operations in flight and the bytes
+reserved for them. Every change is made under a lock, held for microseconds and waited for at most a second, so that the
+capacity holds for all ranks and processes together. An operation begins before its first file changes and ends when its
+last one is counted; meanwhile its process also keeps its part in memory, and writes what it could not when it can.
 
-The account is believed only while processes that use it follow each other without a gap. Whoever comes first counts the
-directory anew, beside the work (``count``); so a power loss, a kill, damage and files removed by hand end with a
-restart. An account that cannot be read counts as full until then. Reasons: docs/decisions/packs-of-page-files.md.
+The account is trusted only while at least one process uses it without interruption. The first process to use it after a
+gap recounts the directory in the background (``count``), so that a restart repairs what a power loss, a kill, damage or
+manual removal did. An unreadable account counts as full until then. Reasons: docs/decisions/packs-of-page-files.md.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from hicache_ext.storage.tiers.file.layouts import MEMBERS, slab_home
 
 _RECORD_LIMIT = 1 << 20
 _EVICTION_BYTE = 0
-"""Of the file of members, which nobody has as its id: one process at a time evicts."""
+"""Byte of the members file that no member has as its id. Locking it lets one process at a time evict."""
 _READS = 3
-"""Of a record that is being written, until one is whole."""
+"""Most attempts to read a complete record while it may be being written."""
 SILENCE = 600.0
-"""Seconds without a sign of life."""
+"""Seconds without a change after which a writer on a shared file system may be considered gone."""
 NO_ROOM, HELD = "capacity", "held"
-"""Why a reservation is refused; the second one: another process holds a lock and does nothing."""
+"""Reasons to refuse a reservation. ``HELD``: another process holds a lock and does nothing."""
 IsGone = Callable[[int, float], bool]
-"""Of a writer, named by the number of its member of the directory, and of its last sign of life (wall-clock time)."""
+"""Tells whether a writer is gone, from its member number and the wall-clock time of its last change."""
 
 
 def gone_writers(path: Path, is_alive: Callable[[int], bool]) -> IsGone:
-    """Return what says whether a writer of the directory ``path`` is not running any more. ``is_alive``: whether a
-    member (runtime/members.py) may be running."""
-    # Between machines locks hold only where the mount has them (NFS with nolock, Lustre with localflock do not).
+    """Return a function that tells whether a writer of the directory ``path`` no longer runs. ``is_alive`` tells
+    whether a member (runtime/members.py) may be running."""
+    # Locks work between machines only if the mount supports them (NFS with nolock, Lustre with localflock do not).
     silence = 0.0 if file_system_of(path).local else SILENCE
     return lambda writer, last_change: time.time() - last_change >= silence and not is_alive(writer)
 
 
 _MOST_BYTES = 1 << 60
-"""More is no account: whoever may write the file may write anything."""
+"""Largest plausible number of bytes: anyone who may write the file may have written anything."""
 
 
 class UnderWay(NamedTuple):
-    """What one writer process has reserved for operations under way, perhaps for none but removals."""
+    """Reservation of one writer process for its operations in flight; 0 if all of them are removals."""
 
     reserved: Annotated[int, Field(ge=0, le=_MOST_BYTES)]
     last_change: Annotated[float, Field(allow_inf_nan=False)]
@@ -65,34 +65,34 @@ class UnderWay(NamedTuple):
 
 @dataclass(slots=True)
 class UsageRecord:
-    """The content of the file: as JSON on one line, a checksum before it."""
+    """The content of the file: JSON on one line, after a checksum."""
 
     stored: Annotated[int, Field(ge=-_MOST_BYTES, le=_MOST_BYTES)] = 0
-    """Bytes; without ``counted`` what came and went since the account was lost."""
+    """Bytes; without ``counted``, only the net change since the account was lost."""
     under_way: dict[int, UnderWay] = field(default_factory=dict)
-    """By the number of the member that writes."""
+    """Operations in flight by the number of the member that writes."""
     recount: bool = False
-    """It may be wrong: somebody is to count."""
+    """The account may be wrong and needs a recount."""
     counted: bool = True
     counts: int = 0
-    """Goes up when a count begins, and when it ends: it is odd in between."""
+    """Incremented when a count begins and when it ends, so that it is odd in between."""
     users: list[int] = field(default_factory=list)
-    """Members for whom the account goes on; the first of them counted, or will."""
+    """Members that use the account, without a gap between them; the first of them counted, or will."""
     no_space_since: Annotated[int, Field(ge=0)] = 0
-    """Since when writes have found no space (wall-clock seconds), or 0."""
+    """Time since which writes have found no space (wall-clock seconds), or 0."""
 
     @property
     def reserved(self) -> int:
         return sum(writer.reserved for writer in self.under_way.values())
 
     def used(self, capacity: int | None) -> int:
-        """Bytes that count against the capacity: all of it while nobody knows what is stored."""
+        """Return the bytes that count against the capacity: all of it while it is unknown what is stored."""
         base = 0 if self.counted or capacity is None else capacity
         return max(0, base + self.stored) + self.reserved
 
     @property
     def in_doubt(self) -> bool:
-        """Whether somebody is to count, unless somebody does."""
+        """Whether a recount is needed or unfinished."""
         return self.recount or not self.counted or self.counts % 2 == 1
 
 
@@ -105,31 +105,31 @@ class Removal:
 
     freed: int = 0
     uncertain: bool = False
-    """A file was not as large as its page: only a recount knows what was counted for it."""
+    """Whether a file did not have the size of its pages: only a recount can tell what was counted for it."""
 
 
 class Usage:
-    """The usage record of one directory. Thread-safe; each process opens its own. Calls raise OSError as the disk does.
+    """The account of one directory. Thread-safe; each process opens its own. Calls raise the disk's OSError.
 
     No call waits longer than the bounds of ``ChangeLock``.
     """
 
     def __init__(self, directory: Path, members: Members) -> None:
-        """``members``: this process among those that use the directory; it outlives the account.
+        """Open the account. ``members``: the users of the directory, with this process; must outlive the account.
 
-        Raises TimeoutError where another process holds the account and does nothing.
+        Raises TimeoutError if another process holds the account and does nothing.
         """
         self._members = members
         self._is_gone = gone_writers(directory, members.is_alive)
         self._state = threading.Lock()
-        # What this process has under way, and what it has still to tell the account.
+        # Operations of this process in flight, and what it has not yet written to the account.
         self._operations = 0
         self._reserved = 0
         self._unsettled = 0
         self._doubt = False
         path = directory / "usage"
         with ExitStack() as locks:
-            # clear() takes it on SGLang's scheduler thread.
+            # clear() takes this lock on SGLang's scheduler thread.
             self._lock = ChangeLock(path, 0, f"the account {str(path)!r}", threads=CHANGE_LOCK_BOUND)
             locks.callback(self._lock.close)
             turns = f"the turn to evict from {str(directory)!r}"
@@ -148,14 +148,14 @@ class Usage:
 
     @contextmanager
     def locked(self) -> Iterator[UsageRecord]:
-        """The record under the lock of all processes, to be changed. Written back with what this process has under way,
-        unless the body raised. Raises TimeoutError where another process holds it for longer than the bound."""
-        with self._lock.held() as mine:
-            if not mine:
+        """Lock the record against all processes and yield it for changes. Write it back, with what this process has in
+        flight, unless the body raises. Raises TimeoutError if another process holds it for longer than the bound."""
+        with self._lock.held() as acquired:
+            if not acquired:
                 raise TimeoutError(errno.ETIMEDOUT, self._held)
-            # The whole directory may have been removed under us.
+            # The whole directory may have been removed meanwhile.
             self._members.renew()
-            record = _record_in(os.pread(self._lock.fd, _RECORD_LIMIT, 0))
+            record = _parse_record(os.pread(self._lock.fd, _RECORD_LIMIT, 0))
             if record is None:
                 record = UsageRecord(recount=True, counted=False)
             settled = self._settle(record)
@@ -172,18 +172,18 @@ class Usage:
                 raise
 
     def reserve(self, amount: int, capacity: int | None, evict: Callable[[int], int]) -> str | None:
-        """Begin an operation that needs ``amount`` bytes within ``capacity``; None, or why there is no room now.
+        """Begin an operation that needs ``amount`` bytes within ``capacity``. Return None, or why there is no room now.
 
         ``evict(bytes)`` evicts at least that many bytes if it can, and returns how many it has freed. One process at a
-        time evicts, without the lock of the account. After None the caller always calls ``commit``.
+        time evicts, without holding the account's lock. After None, the caller must always call ``commit``.
         """
         try:
             if self._try_to_reserve(amount, capacity, beyond=False) is not None:
                 return None
-            with self._evictions.held() as mine:
-                if not mine:
+            with self._evictions.held() as acquired:
+                if not acquired:
                     return HELD
-                # Another process may have made room meanwhile. If not, what is evicted is for us: reserved before.
+                # Another process may have made room meanwhile. If not, reserve before evicting, to get what is freed.
                 missing = self._try_to_reserve(amount, capacity, beyond=True)
                 if missing is None:
                     return NO_ROOM
@@ -201,18 +201,18 @@ class Usage:
             return HELD
 
     def _try_to_reserve(self, amount: int, capacity: int | None, *, beyond: bool) -> int | None:
-        """Reserve; the bytes that are to be evicted first, None where there is no room. ``beyond``: also where there is
-        none now, if eviction can make some."""
+        """Reserve; return the bytes that must be evicted first, None if there is no room. ``beyond``: reserve even if
+        there is no room now, provided that eviction can make some."""
         begun = False
         try:
             with self.locked() as record:
                 missing = 0
                 if record.recount and capacity is not None and record.stored > capacity:
-                    # It cannot be, and is in doubt: nobody knows what is stored.
+                    # Impossible, and a recount is due: nobody knows what is stored.
                     record.counted, record.stored = False, 0
                 if capacity is not None and record.used(capacity) + amount > capacity:
                     self._release_dead_writers(record)
-                    # Where others have reserved too much no eviction can help: do not empty the cache for it.
+                    # If others have reserved too much, eviction cannot help: do not empty the cache in vain.
                     if not beyond or record.reserved + amount > capacity:
                         return None
                     missing = record.used(capacity) + amount - capacity
@@ -225,15 +225,15 @@ class Usage:
             raise
 
     def commit(self, reserved: int, stored: int) -> None:
-        """End an operation: its reservation becomes ``stored`` bytes (less for pages refused or present). Raises
-        nothing: what the account cannot be told now it is told later."""
+        """End an operation: its reservation becomes ``stored`` bytes (fewer if pages were refused or present). Never
+        raises: what cannot be written to the account now is written later."""
         self._end(operations=-1, reserved=-reserved, stored=stored)
 
     @contextmanager
     def removing(self) -> Iterator[Removal]:
-        """An operation that removes files and notes in ``Removal`` how many bytes of disk that freed.
+        """Run an operation that removes files and records in the ``Removal`` how many bytes of disk that freed.
 
-        It does not need the account: files go although another process holds it, and it is told later.
+        It does not wait for the account: if another process holds it, files are removed and accounted for later.
         """
         removal = Removal()
         self._end(operations=1)
@@ -244,8 +244,8 @@ class Usage:
 
     @contextmanager
     def detaching(self) -> Iterator[Removal]:
-        """``removing`` for trees that go out of sight long before their bytes are free: a count in between would be
-        wrong, so it is repeated."""
+        """Run ``removing`` for trees that are out of sight long before their bytes are freed. A count in between would
+        be wrong, so it is repeated."""
         begun = self._counts()
         with self.removing() as removal:
             try:
@@ -254,38 +254,38 @@ class Usage:
                 removal.uncertain = removal.uncertain or begun is None or begun % 2 == 1 or self._counts() != begun
 
     def used(self, capacity: int | None = None) -> int:
-        """Bytes that count against the capacity, over all processes; the lock is not needed. Raises OSError."""
-        record = self._look() or UsageRecord(counted=False)
+        """Return the bytes that count against the capacity, over all processes, without the lock. Raises OSError."""
+        record = self._read_unlocked() or UsageRecord(counted=False)
         with self._state:
             own = self._unsettled
         return max(0, record.used(capacity) + own)
 
     def no_space_since(self) -> int:
-        """As in ``UsageRecord``. Raises OSError."""
-        return (self._look() or UsageRecord()).no_space_since
+        """Return the record's ``no_space_since``. Raises OSError."""
+        return (self._read_unlocked() or UsageRecord()).no_space_since
 
     def in_doubt(self) -> bool:
-        """Whether somebody is to count. Raises OSError."""
-        record = self._look()
+        """Return whether a recount is needed or unfinished. Raises OSError."""
+        record = self._read_unlocked()
         return record is None or record.in_doubt or bool(self._dead_writers(record))
 
     def count(self, parts: Iterable[tuple[float, int]]) -> bool:
-        """Put the account right by a walk over the directory, while it is in use; False where ``parts`` ended early.
-        One process at a time. Raises OSError.
+        """Recount the account by a walk over the directory in use; return False if ``parts`` ended early. One process
+        at a time. Raises OSError.
 
-        ``parts`` walks: (share of the directory walked by now, bytes found in this part). Pages come and go meanwhile.
-        They are spread evenly over the parts, so of a change the share walked before is missing in what was found.
+        ``parts`` walks and yields (share of the directory walked by now, bytes found in this part). Pages come and go
+        meanwhile, spread evenly over the parts, so what was found misses a change's share that was walked before it.
         """
         with self.locked() as record:
             self._release_dead_writers(record)
-            # Odd, also after a count whose process was killed.
+            # Make it odd, even after a count whose process was killed.
             record.counts += 1 + record.counts % 2
             record.recount = False
             before, was_counted = record.stored, record.counted
         found, correction, share = 0, 0.0, 0.0
         for walked, part in parts:
             found += part
-            if (seen := self._look()) is not None:
+            if (seen := self._read_unlocked()) is not None:
                 correction += (seen.stored - before) * (share + walked) / 2
                 before = seen.stored
             share = walked
@@ -299,7 +299,7 @@ class Usage:
         return True
 
     def close(self) -> None:
-        """Tell the account what it does not know yet, if it is free. Raises nothing."""
+        """Write what the account does not have yet, if it is not locked. Never raises."""
         self._end()
         self._locks.close()
 
@@ -316,7 +316,7 @@ class Usage:
             pass
 
     def _settle(self, record: UsageRecord) -> int:
-        """Put what this process has under way into the record; the bytes that are settled so."""
+        """Write what this process has in flight into the record; return the bytes that this settles."""
         own = self._members.id
         with self._state:
             operations, reserved, settled = self._operations, self._reserved, self._unsettled
@@ -335,21 +335,21 @@ class Usage:
 
     def _release_dead_writers(self, record: UsageRecord) -> None:
         for writer in self._dead_writers(record):
-            # How much was published is unknown: to count all of it keeps the capacity.
+            # How much was published is unknown: counting all of it keeps within the capacity.
             record.stored += record.under_way.pop(writer).reserved
             record.recount = True
 
-    def _look(self) -> UsageRecord | None:
-        """The record without the lock; None where it cannot be read."""
+    def _read_unlocked(self) -> UsageRecord | None:
+        """Read the record without the lock; return None if it cannot be read."""
         for _ in range(_READS):
-            record = _record_in(os.pread(self._lock.fd, _RECORD_LIMIT, 0))
+            record = _parse_record(os.pread(self._lock.fd, _RECORD_LIMIT, 0))
             if record is not None:
                 return record
         return None
 
     def _counts(self) -> int | None:
         with suppress(OSError):
-            record = self._look()
+            record = self._read_unlocked()
             return None if record is None else record.counts
         return None
 
@@ -360,9 +360,9 @@ class Usage:
 
 
 def occupied_bytes(directory: Path) -> int:
-    """Bytes of disk that count towards the capacity of a directory of the file tier: page files by their record, read
-    without its lock; slabs are few files, which are counted. Raises OSError."""
-    record = _recorded(directory)
+    """Return the bytes of disk that count towards the capacity of a file tier's directory: for page files from the
+    account, read without its lock; for slabs, which are few files, by counting. Raises OSError."""
+    record = _read_record_of(directory)
     if record is not None and record.counted:
         return record.used(None)
     total = 0
@@ -375,18 +375,18 @@ def occupied_bytes(directory: Path) -> int:
 
 
 def no_space_since(directory: Path) -> int:
-    """As in the record of a directory of page files, read without its lock; 0 without one. Raises OSError."""
-    return (_recorded(directory) or UsageRecord()).no_space_since
+    """Return ``no_space_since`` of a directory of page files, read without the lock; 0 if none. Raises OSError."""
+    return (_read_record_of(directory) or UsageRecord()).no_space_since
 
 
-def _recorded(directory: Path) -> UsageRecord | None:
+def _read_record_of(directory: Path) -> UsageRecord | None:
     with suppress(FileNotFoundError, PermissionError, IsADirectoryError), (directory / "usage").open("rb") as file:
-        return _record_in(file.read(_RECORD_LIMIT))
+        return _parse_record(file.read(_RECORD_LIMIT))
     return None
 
 
-def _record_in(raw: bytes) -> UsageRecord | None:
-    """None for anything else than a record, whole and undamaged."""
+def _parse_record(raw: bytes) -> UsageRecord | None:
+    """Parse a record; return None for anything but a complete and undamaged one."""
     checksum, _, body = raw.partition(b"\n")[0].partition(b" ")
     if checksum != _checksum(body):
         return None

@@ -1,16 +1,16 @@
-"""Which page is in which pack, in memory: the names of the packs of one directory, read again when they have changed.
+"""Maps pages to packs in memory, by the names of one directory's packs, which are listed again when they have changed.
 
-An identity is read when it is asked for: some buckets at once, the rest in the background. After that a look-up that
-misses a page reads again what others may have changed: the list of buckets and the two newest ones, each if its time of
-change is another one. Times of change are coarse: one that is younger than a few seconds says nothing of the next
-change, so that such a directory is read again anyway, for at most a fifth of the time. The other buckets are looked at
-every half a minute; a pack that is not where it was makes its bucket be read again at once.
+An identity is listed when it is first looked up: some buckets immediately, the rest in the background. After that, a
+lookup that misses a page lists again what other processes may have changed: the set of buckets and the two newest
+buckets, each if its mtime has changed. Mtimes are coarse: one younger than a few seconds may hide the next change, so
+that such a directory is listed again regardless, for at most a fifth of the time. The other buckets are checked every
+half a minute; if a pack is not where it was, its bucket is listed again immediately.
 
-About 60 bytes of memory a page, of identities that were asked for.
+This takes about 60 bytes of memory per page of the identities that were looked up.
 
-``blocks`` tells which pages there are, in packs and alone: names of packs have only the first bytes of each hash, and
-the rest is read from each pack once. A directory whose time of change is as it was is not read again: pages come and go
-by a change of it, whoever did it.
+``blocks`` returns the pages that are there, in packs and alone. Names of packs have only the first bytes of each hash;
+the rest is read from each pack once. A directory whose mtime is unchanged is not read again: every addition or removal
+of a page changes it, whoever made it.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from hicache_ext.storage.tiers.file.pages.tree import (
 
 PACKS_IN_A_BUCKET = 512
 _NEWEST = 2
-"""Buckets in which others are expected to write."""
-_REST = 4.0
-"""Times the duration of a listing after which it is repeated at the earliest without a new time of change."""
+"""Newest buckets, in which other processes are expected to write."""
+_RELIST_PAUSE_FACTOR = 4.0
+"""Shortest pause before a listing is repeated without a new mtime, as a multiple of its duration."""
 _AT_ONCE = 0.2
-"""Seconds that the first look at an identity takes; what is left is read in the background."""
+"""Seconds that the first listing of an identity may take; the rest is listed in the background."""
 _INTERVAL = 30.0
 _PAUSE = 0.001
-"""Seconds between two buckets that are read in the background: who waits for the lock gets it."""
-_COARSE = 5.0
-"""Seconds. File systems keep times to 2 seconds at worst, and a server's clock may be apart from ours."""
-_NOT_KEPT = 60.0
-"""Seconds. A directory that has something so much younger than its time of change has none: in FUSE, over buckets."""
+"""Seconds between two buckets that are listed in the background, so that waiters for the lock get it."""
+_SETTLED_AGE = 5.0
+"""Age in seconds from which an mtime is reliable: granularity is 2 s at worst, and a server's clock may be off."""
+_MTIME_LAG = 60.0
+"""Seconds. If an entry is younger than the directory's mtime by this, mtimes are not kept: in FUSE, over buckets."""
 
 
 @dataclass(slots=True)
 class _Listed:
-    """A directory as it was listed last."""
+    """A directory as it was last listed."""
 
     changed: int = -1
-    """Its time of change then, in nanoseconds; -1: not yet."""
+    """Its mtime then, in nanoseconds; -1: never listed."""
     again_at: float = math.inf
-    """When it is listed again although that time is the same, since it was too young: monotonic."""
+    """Monotonic time at which to list it again even with the same mtime, because that was too young."""
     names: set[str] = field(default_factory=set)
 
 
@@ -75,74 +75,74 @@ _BLOCK_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A directory as it was read last."""
+    """A directory as ``blocks`` last read it."""
 
     changed: int
-    """Its time of change then, in nanoseconds; -1 where that was too young: what changed after it may not show."""
+    """Its mtime then, in nanoseconds; -1 if that was too young, so that a later change may not show in it."""
     blocks: Words
     packs: dict[str, bytes]
-    """By the id of the pack: its pages, dead ones, too. Not of pages alone: their names say it."""
+    """Pack id -> blocks of its pages, including dead ones. Pages alone are left out: their names say it."""
 
 
 class IdentityPacks:
-    """The packs of one identity. Thread-safe. Never raises OSError, but for ``blocks``: it knows less then."""
+    """The packs of one identity. Thread-safe. Only ``blocks`` raises OSError; the others know less after an error."""
 
     def __init__(
         self, tree: PageTree, identity: bytes, loop: BackgroundLoop, note_error: Callable[[OSError], None]
     ) -> None:
-        """``loop`` refreshes it in the background."""
+        """Listing happens on demand, and in the background on ``loop``."""
         self.index = PackIndex()
         self.refused: set[str] = set()
-        """Buckets that this process may not write to."""
+        """Buckets to which this process may not write."""
         self._identity = identity
         self._path = tree.identity_path(identity)
         self._loop = loop
         self._note_error = note_error
         self._lock = threading.Lock()
-        """While a directory is listed."""
+        """Held while a directory is listed."""
         self._is_new = True
-        """No look at it has ended yet."""
-        self._is_whole = False
-        """Every bucket was read once."""
+        """Whether no refresh has finished yet."""
+        self._is_complete = False
+        """Whether every bucket was listed at least once."""
         self._home = _Listed()
         self._buckets: dict[str, _Listed] = {}
-        self._learning = threading.Lock()
+        self._files_lock = threading.Lock()
         self._files: dict[str, tuple[str, int]] = {}
-        """By the id of a pack: its bucket, and which of its pages are dead."""
-        self._news = object()
-        """Another one since a bucket was listed, or had a pack of this process added."""
+        """Pack id -> its bucket, and the mask of its dead pages."""
+        self._version = object()
+        """Replaced whenever a bucket was listed, or this process added a pack."""
         self._read: dict[str, _Read] = {}
-        """What ``blocks`` has read, by the path of a directory."""
+        """Directory path -> what ``blocks`` has read there."""
 
     def find(self, keys: Sequence[bytes], *, again: bool = True) -> list[Place | None]:
-        """Where each page is, as far as names tell. ``again``: where one is missing, look what others have changed."""
-        before = self._news
+        """Locate each page by names. ``again``: if one is missing, refresh what other processes have changed."""
+        before = self._version
         places = self.index.find(keys)
         if again and None in places:
             self.refresh()
-            if self._news is before:
+            if self._version is before:
                 return places
             places = self.index.find(keys)
         return places
 
     def find_all(self, key: bytes, *, whole: bool = False) -> list[Place]:
-        """Every place of a page, as far as names tell, all of which are read for ``whole``."""
-        self.refresh(everything=whole and not self._is_whole)
+        """Return every place of a page, according to the names. ``whole``: list all buckets first."""
+        self.refresh(everything=whole and not self._is_complete)
         return self.index.find_all(key)
 
     def path(self, pack: Pack) -> tuple[str, int]:
-        """Where the pack is, and which of its pages are dead there, as far as this process knows."""
+        """Return the path of the pack and the mask of its dead pages, as far as this process knows."""
         bucket, dead = (pack.id[:2], 0) if is_alone(pack) else self._files.get(pack.id, (pack.id[:11], 0))
         return f"{self._path}/{bucket}/{file_name(pack, dead)}", dead
 
     def look_for(self, pack: Pack) -> bool:
-        """Read the bucket of a pack that was not found under its path; whether the pack is there, under whatever
+        """List the bucket of a pack that was not found under its path; return whether the pack is there under any
         name."""
         bucket, _ = self._files.get(pack.id, ("", 0))
         if not bucket:
             return False
         with self._lock:
-            names = self._list(bucket, anyway=True)
+            names = self._list(bucket, force=True)
             if names is None:
                 return True
             if not any(pack_id_in(name) == pack.id for name in names):
@@ -150,41 +150,41 @@ class IdentityPacks:
         return self.index.pack(pack.id) is not None
 
     def bucket_for_writing(self) -> str:
-        """The name of the bucket that a new pack goes to. It may not exist."""
+        """Return the name of the bucket for a new pack. It may not exist yet."""
         newest_first = sorted(self._buckets, reverse=True)
         for bucket in newest_first[:_NEWEST]:
             listed = self._buckets.get(bucket)
             if listed is not None and len(listed.names) < PACKS_IN_A_BUCKET and bucket not in self.refused:
                 return bucket
         now = f"{int(time.time() * 1000):011x}"
-        # Never before the others: new packs are looked for in the newest buckets.
+        # Sort it after all others: new packs are looked up in the newest buckets.
         after = f"{int(newest_first[0], 16) + 1:011x}" if newest_first else now
         return max(now, after) if len(after) == len(now) else now
 
     def add(self, found: PackFile, bucket: str) -> None:
-        """This process has written a pack, or given it the name that takes pages of it away."""
+        """Add a pack that this process has written, or renamed to remove pages from it."""
         self._buckets.setdefault(bucket, _Listed()).names.add(file_name(found.pack, found.dead))
-        self._learn(found, bucket)
-        self._news = object()
+        self._record_pack(found, bucket)
+        self._version = object()
 
     def forget(self, pack_id: str) -> None:
-        """A pack is gone."""
+        """Forget a pack that is gone."""
         self._files.pop(pack_id, None)
         self.index.forget(pack_id)
 
-    def _learn(self, found: PackFile, bucket: str) -> None:
-        """Another thread may have learnt of a later name of the pack: what was dead stays dead."""
-        with self._learning:
+    def _record_pack(self, found: PackFile, bucket: str) -> None:
+        """Take over a name. Dead pages stay dead: another thread may have seen a later name of the pack."""
+        with self._files_lock:
             dead = self._files.get(found.pack.id, ("", 0))[1] | found.dead
             self._files[found.pack.id] = bucket, dead
         self.index.add(found.pack)
         self.index.forget_pages(found.pack.id, dead)
 
     def blocks(self) -> Words:
-        """The blocks of the pages that are there, in packs and alone, as ``PageLister`` tells them: 8 bytes of memory a
-        page, 16 of one in a pack. What was read before is not read again. For one thread at a time. Raises OSError."""
+        """Return the blocks of all pages, in packs and alone, as ``PageLister`` does. This keeps 8 bytes of memory per
+        page, 16 if it is in a pack, to read nothing twice. For one thread at a time. Raises OSError."""
         self._read = {
-            place.path: _read_again(place.path, self._identity, self._read.get(place.path))
+            place.path: _read_if_changed(place.path, self._identity, self._read.get(place.path))
             for place in directories(self._path, FILES_NAME)
         }
         return np.concatenate([np.empty(0, np.int64), *[read.blocks for read in self._read.values()]])
@@ -192,7 +192,7 @@ class IdentityPacks:
     # -- reading names ---------------------------------------------------------------------------------------------
 
     def refresh(self, *, everything: bool = False) -> None:
-        """Read again what others may have changed: at first, and for long with ``everything``, in all buckets."""
+        """List what others may have changed: all buckets on first use or, without a time limit, for ``everything``."""
         until = math.inf if everything else time.monotonic() + _AT_ONCE
         most = None if everything or self._is_new else _NEWEST
         try:
@@ -206,34 +206,34 @@ class IdentityPacks:
                 break
             with self._lock:
                 self._list(bucket)
-            # A call waits for one bucket, not until all were read in the background.
+            # Pause, so that a call waits for one bucket and not until all are listed in the background.
             if everything:
                 self._loop.rest(_PAUSE)
         else:
-            self._is_whole = self._is_whole or everything
+            self._is_complete = self._is_complete or everything
         self._is_new = False
 
     def _list_buckets(self) -> None:
-        now = _changed(self._path)
-        if not _differs(self._home, now):
+        now = _mtime(self._path)
+        if not _needs_listing(self._home, now):
             return
         begun = time.monotonic()
         names = [entry.name for entry in directories(self._path, BUCKET_NAME)]
-        self._home = _listed(now, begun, youngest=max(names, default=""))
+        self._home = _state_after_listing(now, begun, youngest=max(names, default=""))
         for bucket in names:
             self._buckets.setdefault(bucket, _Listed())
         for bucket in self._buckets.keys() - set(names):
-            self._list(bucket, anyway=True)
+            self._list(bucket, force=True)
 
-    def _list(self, bucket: str, *, anyway: bool = False) -> set[str] | None:
-        """Read the names in a bucket, if it has changed or ``anyway``; the names, None where they cannot be read."""
+    def _list(self, bucket: str, *, force: bool = False) -> set[str] | None:
+        """List a bucket if it has changed or ``force``; return its names, None if they cannot be read."""
         path, listed = f"{self._path}/{bucket}", self._buckets.get(bucket) or _Listed()
         try:
-            now = _changed(path)
-            if not anyway and not _differs(listed, now):
+            now = _mtime(path)
+            if not force and not _needs_listing(listed, now):
                 return listed.names
             begun = time.monotonic()
-            # What this process writes while the names are read may not be among them.
+            # Packs that this process writes during the listing may not be in it.
             before = listed.names.copy()
             names = {name for name in os.listdir(path) if PACK_NAME.fullmatch(name)}
         except ABSENT:
@@ -243,18 +243,18 @@ class IdentityPacks:
             return None
         for name in names - before:
             if (found := PackFile.parse(name)) is not None:
-                self._learn(found, bucket)
+                self._record_pack(found, bucket)
             else:
-                # Damage: it may begin with the id of a pack that is gone.
+                # The name is damaged: it may begin with the id of a pack that is gone.
                 names.discard(name)
         here = set(map(pack_id_in, names))
         for gone in set(map(pack_id_in, before - names)) - here:
             self.forget(gone)
         if now:
-            self._buckets[bucket] = _listed(now, begun, names, youngest=max(names, default="")[:11])
+            self._buckets[bucket] = _state_after_listing(now, begun, names, youngest=max(names, default="")[:11])
         else:
             self._buckets.pop(bucket, None)
-        self._news = object()
+        self._version = object()
         return names
 
 
@@ -262,18 +262,18 @@ class PackCatalogue:
     """The packs of one directory, identity by identity. Thread-safe."""
 
     def __init__(self, tier: str, tree: PageTree, note_error: Callable[[OSError], None]) -> None:
-        """``note_error`` hears of every error of the disk."""
+        """``note_error`` is called with every error of the disk."""
         self._tree = tree
         self._note_error = note_error
         self._known: dict[bytes, IdentityPacks] = {}
         self._state = threading.Lock()
-        self._loop = BackgroundLoop(f"hicache-{tier}-packs", self._look_at_everything)
+        self._loop = BackgroundLoop(f"hicache-{tier}-packs", self._refresh_all)
 
     def close(self) -> None:
         self._loop.stop()
 
     def of(self, identity: bytes) -> IdentityPacks:
-        """The packs of an identity, whose names are read in the background from now on."""
+        """Return the packs of an identity, and refresh them in the background from now on."""
         known = self._known.get(identity)
         if known is None:
             with self._state:
@@ -285,24 +285,24 @@ class PackCatalogue:
         return known
 
     def forget_identity(self, identity: bytes) -> None:
-        """It was cleared."""
+        """Forget an identity that was cleared."""
         with self._state:
             self._known.pop(identity, None)
 
-    def _look_at_everything(self) -> float:
+    def _refresh_all(self) -> float:
         for known in list(self._known.values()):
             known.refresh(everything=True)
         return _INTERVAL
 
 
-# -- which pages there are ---------------------------------------------------------------------------------------------
+# -- listing pages -----------------------------------------------------------------------------------------------------
 
 
-def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read:
-    changed = _changed(path)
+def _read_if_changed(path: str, identity: bytes, before: _Read | None) -> _Read:
+    changed = _mtime(path)
     if before is not None and before.changed == changed:
         return before
-    if not changed or time.time() - changed / 1e9 <= _COARSE:
+    if not changed or time.time() - changed / 1e9 <= _SETTLED_AGE:
         changed = -1
     known = {} if before is None else before.packs
     packs: dict[str, bytes] = {}
@@ -315,10 +315,10 @@ def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read:
             try:
                 keys = keys_in(entry.path, identity, found.pack)
             except OSError:
-                # Gone, or renamed meanwhile: the next look finds out.
+                # It is gone or was renamed meanwhile: the next read finds out.
                 changed = -1
                 continue
-            # A page of which the key is not known cannot be read either: it is told as none that anybody asks for.
+            # A page whose key is unknown cannot be read, either: report a block that nobody looks up.
             blocks = b"".join([(key or bytes(KEY_LENGTH))[IDENTITY_LENGTH:][:_BLOCK_BYTES] for key in keys])
         if not is_alone(found.pack):
             packs[found.pack.id] = blocks
@@ -326,23 +326,23 @@ def _read_again(path: str, identity: bytes, before: _Read | None) -> _Read:
     return _Read(changed, np.frombuffer(b"".join(living), ">i8").astype(np.int64), packs)
 
 
-# -- times of change ---------------------------------------------------------------------------------------------------
+# -- mtimes ------------------------------------------------------------------------------------------------------------
 
 
-def _changed(path: str) -> int:
-    """The time of change of a directory in nanoseconds, 0 where there is none."""
+def _mtime(path: str) -> int:
+    """Return the mtime of a directory in nanoseconds; 0 if it does not exist."""
     try:
         return os.stat(path, follow_symlinks=False).st_mtime_ns
     except ABSENT:
         return 0
 
 
-def _listed(changed: int, begun: float, names: set[str] | None = None, youngest: str = "") -> _Listed:
-    """``youngest``: when what is in it was made, as its name says."""
+def _state_after_listing(changed: int, begun: float, names: set[str] | None = None, youngest: str = "") -> _Listed:
+    """Return the state after a listing. ``youngest``: the latest creation time in the names of its entries."""
     ended = time.monotonic()
-    settled = time.time() - changed / 1e9 > _COARSE and int(youngest or "0", 16) / 1e3 - changed / 1e9 < _NOT_KEPT
-    return _Listed(changed, math.inf if settled else ended + _REST * (ended - begun), names or set())
+    settled = time.time() - changed / 1e9 > _SETTLED_AGE and int(youngest or "0", 16) / 1e3 - changed / 1e9 < _MTIME_LAG
+    return _Listed(changed, math.inf if settled else ended + _RELIST_PAUSE_FACTOR * (ended - begun), names or set())
 
 
-def _differs(listed: _Listed, changed: int) -> bool:
+def _needs_listing(listed: _Listed, changed: int) -> bool:
     return listed.changed != changed or time.monotonic() >= listed.again_at

@@ -1,18 +1,18 @@
-"""One directory of page files: its names, its creation by several processes at once, its left-overs.
+"""One directory of page files: its names, its concurrent creation by several processes, its left-overs.
 
 ::
 
-    PATH/members                              empty; who uses the directory has a byte of it locked (members.py)
+    PATH/members                              empty; each process using PATH has one byte of it locked (members.py)
     PATH/usage                                the shared account (usage.py)
     PATH/identities/<identity>.json           the facts behind an identity digest, for people and tools
     PATH/pages/                               pages, in packs and alone (tree.py)
     PATH/tmp/                                 pages being written; trees being cleared
     PATH/pins/                                pinned pages (pins.py)
-    PATH/hints/                               what decode nodes announce (hints.py), in the first path of a tier
+    PATH/hints/                               hints from decode nodes (hints.py), in the first path of a tier
     PATH/io_probe.*                           see devices.py
 
-Only names of exactly these forms are read, counted or removed. Other files stay: the directory around them that clear()
-moves is moved aside with them, and so is a directory with a page's name.
+Only names of exactly these forms are read, counted or removed. Other files are kept: a directory that clear() detaches
+is moved aside if it holds any, and so is a non-empty directory with a page's name.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hicache_ext.runtime.access import Access, access_in, make_directory, move_a
 from hicache_ext.runtime.members import Members
 from hicache_ext.runtime.whole_file import link_new
 from hicache_ext.storage.tiers.file.layouts import FILES_NAME, adopt
-from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, counted_for, directories, page_files
+from hicache_ext.storage.tiers.file.pages.tree import BLOCK, PageTree, accounted_bytes, directories, page_files
 from hicache_ext.storage.tiers.file.usage import gone_writers
 
 _TEMP_NUMBERS = itertools.count()
-"""One count for the whole process: two stores of one process may share a directory."""
+"""Counter shared by the whole process, because two of its stores may share a directory."""
 
 
 class PageDirectory(PageTree):
     """Publishes pages whole or not at all in one directory, and cleans up there. Thread-safe."""
 
     def __init__(self, path: Path, tier: str) -> None:
-        """Create or adopt ``path``. Raises OSError, and StoreSetupError where it is of another layout."""
+        """Create or adopt ``path``. Raises OSError, and StoreSetupError if it has another layout."""
         super().__init__(path)
         adopt(path, "pages", tier)
         self.members = Members(self.members_path)
@@ -48,13 +48,13 @@ class PageDirectory(PageTree):
         self._access = access_in(path)
 
     def close(self) -> None:
-        """Leave the members of the directory. What this process has in tmp/ counts as left over from then on."""
+        """Leave the members of the directory. What this process has in tmp/ counts as left-over from then on."""
         self.members.close()
 
     def create_parent(self, page_path: str) -> Iterator[int]:
-        """Make the directories of a page, where missing; the bytes of disk of each, as soon as it is made.
+        """Make missing directories of a page; yield the bytes of disk of each one as soon as it is made.
 
-        Several threads may come here for a new identity: each counts only what it made itself.
+        Several threads may do this for a new identity: each counts only what it made itself.
         """
         fan_out = os.path.dirname(page_path)
         try:
@@ -64,7 +64,7 @@ class PageDirectory(PageTree):
             yield _make_directory(fan_out, self._access)
 
     def clear_the_way(self, page_path: str) -> None:
-        """Move aside what is no directory and has the name of one that the page is in. Make tmp/ anew where it is gone.
+        """Move aside anything but a directory that has the name of a parent of the page. Make tmp/ again if it is gone.
         Never raises OSError."""
         with suppress(OSError):
             make_directory(self.temporary, self._access)
@@ -75,33 +75,33 @@ class PageDirectory(PageTree):
                     move_aside(Path(place), unless=stat.S_ISDIR)
 
     def open_unpublished(self) -> tuple[int, str]:
-        """A descriptor for a page that nobody can see yet, and its temporary path."""
+        """Create a temporary file for a page; return its descriptor and path."""
         temp_path = f"{self.temporary}/{self.members.id}.{next(_TEMP_NUMBERS)}.tmp"
         fd = os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, self._access.file_mode)
         if self._access.group:
-            # The umask has removed the group's rights.
+            # The umask may have removed the group's rights.
             settle(fd, self._access.file_mode)
         return fd, temp_path
 
     def publish(self, temp_path: str, page_path: str, *, is_new_name: bool = False) -> None:
-        """Give the written file its name, at once and whole. ``is_new_name``: nobody else can have it.
+        """Give the complete file its name atomically. ``is_new_name``: nobody else can use this name.
 
-        Raises OSError; FileExistsError when another writer was first.
+        Raises OSError; FileExistsError if another writer was first.
         """
         if is_new_name:
-            # One round trip to a server; to link and to unlink are two.
+            # Renaming takes one round trip to a file server; linking and unlinking take two.
             os.rename(temp_path, page_path)
             return
         link_new(temp_path, page_path)
-        # Published now; a second name left in tmp/ is removed by the next start.
+        # It is published now; the next start removes a second name left in tmp/.
         unlink_quietly(temp_path)
 
     def remove_page(self, page_path: str, seen: os.stat_result | None = None) -> int:
-        """Remove whatever has the name of a page or a pack; the size of the file removed.
+        """Remove whatever has the name of a page or a pack; return the size of the removed file.
 
-        With ``seen``, only if it still is the file with this status: another process may have replaced it. A directory
-        is not ours: it is removed if empty, and moved aside otherwise. Raises OSError when the name cannot be freed,
-        FileNotFoundError when it is free already or (with ``seen``) another file's.
+        With ``seen``, remove it only if it still is the file with this status: another process may have replaced it. A
+        directory is not ours: it is removed if empty, and moved aside otherwise. Raises OSError if the name cannot be
+        freed, FileNotFoundError if it is free already or (with ``seen``) belongs to another file.
         """
         status = os.lstat(page_path)
         if seen is not None and (status.st_ino, status.st_ctime_ns) != (seen.st_ino, seen.st_ctime_ns):
@@ -118,17 +118,17 @@ class PageDirectory(PageTree):
         return 0
 
     def remove_empty_directories(self) -> int:
-        """``remove_directory`` of all directories of pages and identities."""
+        """Remove all empty directories of pages and identities; return the bytes of disk freed."""
         return sum(map(remove_directory, [*self.file_directories(), *map(self.identity_path, self.known_identities())]))
 
     def detach_identity(self, identity: bytes) -> Path | None:
-        """Take all pages of an identity out of sight at once; the tree to delete, if there was one. Raises OSError."""
+        """Move all pages of an identity out of sight atomically; return the tree to delete, if any. Raises OSError."""
         moved = self.temporary / f"{self.members.id}.{next(_TEMP_NUMBERS)}.clear"
         home = self.pages_path / identity.hex()
         try:
             if not stat.S_ISDIR(os.lstat(home).st_mode):
                 return None
-            # Somebody may have removed it.
+            # Another process may have removed it.
             make_directory(self.temporary, self._access)
             os.rename(home, moved)
         except FileNotFoundError:
@@ -137,38 +137,38 @@ class PageDirectory(PageTree):
         return moved
 
     def delete_detached(self, tree: Path) -> int:
-        """Delete the pages that ``detach_identity`` moved; return bytes of disk freed. Files of others are moved aside
-        with the directories around them; a page that cannot be deleted stays to be deleted by the next start."""
+        """Delete the pages that ``detach_identity`` moved; return the bytes of disk freed. Files of other owners are
+        moved aside with their directories; a page that cannot be deleted is left to the next start."""
         freed = gone = 0
-        # Twice: a writer that had looked the tree up before it was moved may have made a directory in it since.
+        # Twice: a writer that looked up the tree before it was moved may have made a directory in it since.
         for _ in range(2):
             for inner in list(directories(tree, FILES_NAME)):
                 for entry, found in list(page_files(inner.path)):
-                    # What is gone, what cannot be removed, and a directory.
+                    # Skip what is gone or cannot be removed, and directories.
                     with suppress(OSError):
                         status = entry.stat(follow_symlinks=False)
                         os.unlink(entry.path)
-                        freed += counted_for(found, status)
+                        freed += accounted_bytes(found, status)
                 freed += remove_directory(inner.path)
             gone = gone or remove_directory(tree)
         if not gone and not self.has_pages(tree):
-            with suppress(OSError):  # It stays to be looked at by the next start, too.
+            with suppress(OSError):  # It is left to the next start, too.
                 move_aside(tree)
         return freed + gone
 
     def remove_left_overs(self) -> int:
-        """Delete what processes that no longer run have left in tmp/; the number of entries."""
-        left = list(self.left_behind(self.is_gone))
-        for entry in left:
+        """Delete what processes that no longer run have left in tmp/; return the number of entries."""
+        left_overs = list(self.left_behind(self.is_gone))
+        for entry in left_overs:
             if entry.name.endswith(".clear"):
                 self.delete_detached(Path(entry.path))
             else:
                 unlink_quietly(entry.path)
-        return len(left)
+        return len(left_overs)
 
 
 def _make_directory(path: str | Path, access: Access) -> int:
-    """Make one directory; the bytes of disk that took, 0 when it was there. FileNotFoundError without its parent."""
+    """Make a directory; return its bytes of disk, 0 if it existed. Raises FileNotFoundError without its parent."""
     try:
         os.mkdir(path, access.directory_mode)
     except FileExistsError:
@@ -179,8 +179,8 @@ def _make_directory(path: str | Path, access: Access) -> int:
 
 
 def remove_directory(path: str | Path) -> int:
-    """Remove an empty directory; the bytes of disk freed, 0 when it stays. Writers make it anew, and new buckets all
-    the time."""
+    """Remove a directory if empty; return the bytes of disk freed, 0 if it stays. Writers make it again when needed,
+    and they make new buckets all the time."""
     try:
         os.rmdir(path)
     except OSError:

@@ -1,9 +1,9 @@
-"""How pages are found, read, written and taken away: in packs, and alone, which is a pack of one.
+"""Finds, reads, writes and removes pages in packs and in files of their own (a page alone, treated as a pack of one).
 
-A pack gets its name only when it is whole. A page is taken away by renaming its pack to a name that says which pages
-are dead; a pack whose last page goes is deleted. So whoever finds a pack under the name that it knows, knows which of
-its pages are there. A page alone has a name that follows from its key: it is not in the catalogue, and what has its
-name may be replaced by another file, so that it is removed only as long as it still is the one that was looked at.
+A pack gets its name only when it is complete. To remove a page, its pack is renamed to a name that says which pages are
+dead; a pack is deleted with its last page. A process that finds a pack under the name that it knows therefore knows
+which of its pages are there. The name of a page alone follows from its key: the page is not in the catalogue, and
+another file may take over its name, so that it is removed only while it still is the file that was looked at.
 Reasons: docs/decisions/packs-of-page-files.md.
 """
 
@@ -68,19 +68,19 @@ from hicache_ext.storage.tiers.file.usage import Usage
 logger = logging.getLogger(__name__)
 
 TOUCH_INTERVAL = 60.0
-"""Seconds between two renewals of a file's recency (its mtime): eviction needs no finer order."""
+"""Seconds between two updates of a file's recency (its mtime): eviction needs no finer order."""
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)
-"""Errors of open() that say: what has this name is nothing this tier can have written and may read."""
+"""Errors of open() for something that this tier cannot have written or may not read."""
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
 """Errors that say nothing about what is stored."""
 _ATTEMPTS = 4
-"""At a pack that others rename or remove meanwhile."""
-_SHARE = 64
-"""A pack takes about this part of the capacity at most: packs are evicted whole."""
+"""Attempts at a pack that other processes rename or remove meanwhile."""
+_PACK_SHARE = 64
+"""A pack takes at most about one such part of the capacity: packs are evicted whole."""
 _MOST_UNREADABLE = 65536
-_LEADING_AT_ONCE = 1024
-_NATIVE_FROM = 32
-"""Keys in a look-up of pages alone from which the native core looks. Of a bad disk it says nothing."""
+_LEADING_STEP = 1024
+_NATIVE_MIN_KEYS = 32
+"""Fewest keys for which the native core looks up pages alone. It does not report errors of the disk."""
 
 
 FIND_PAGE_FILES = native.Struct("find_page_files", "keys[] directory least oldest present")
@@ -88,18 +88,18 @@ FIND_PAGE_FILES = native.Struct("find_page_files", "keys[] directory least oldes
 
 @dataclass(frozen=True, slots=True)
 class FoundPack:
-    """The pack that a page is in and can be read from."""
+    """A pack that a page is in and can be read from."""
 
     path: str
     dead: int
     status: os.stat_result
     page_bytes: int
     pages: int
-    """How many of its pages can be read: less than it has where it is cut or too old, or is no file."""
+    """Number of its pages that can be read: fewer than it has if it is truncated, too old or not a regular file."""
 
 
 class PageFiles(PathStore):
-    """The part of a store that finds, reads, writes and takes away files of pages, whatever room there is."""
+    """The part of a store that finds, reads, writes and removes files of pages, without regard to the capacity."""
 
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         self._directory = directory = PageDirectory(path, self.name)
@@ -109,16 +109,16 @@ class PageFiles(PathStore):
         self._catalogue = PackCatalogue(self.name, directory, self._count_error)
         self._resources.callback(self._catalogue.close)
         self._most_pages = most_pages(directory.pages_path)
-        # Copies, by key and pack, that could not be read, and pages alone that could not be taken away: absent until a
-        # read succeeds. The next write takes another pack, or frees the name where that has become possible.
+        # Copies, by key and pack, that could not be read, and pages alone that could not be removed: absent until a
+        # read succeeds. The next write goes to another pack, or frees the name if that has become possible.
         self._unreadable: set[tuple[bytes, str]] = set()
-        # Loaded now, and not in front of the first look-up.
+        # Load it now, so that the first lookup does not wait for it.
         native.core()
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
     def _find(self, keys: Sequence[bytes]) -> list[FoundPack | None]:
-        """Which pack each page is in and can be read from; None for other pages, and for pages alone."""
+        """Return the pack from which each page can be read; None for other pages, and for pages alone."""
         found: list[FoundPack | None] = [None] * len(keys)
         for identity, positions in positions_by_identity(keys).items():
             known = self._catalogue.of(identity)
@@ -137,7 +137,7 @@ class PageFiles(PathStore):
                         found[position] = status
                 if not moved:
                     break
-                # What its bucket says now.
+                # Try again with what the bucket, read again, says now.
                 positions = moved
         return found
 
@@ -145,15 +145,15 @@ class PageFiles(PathStore):
         return place.position < found.pages and (key, place.pack.id) not in self._unreadable
 
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As far as names and times tell: when a page alone was written only the page itself tells, so that one that is
-        too old and was used lately counts until it is swept."""
+        """Return whether each page is there, as far as names and mtimes tell. Only its content tells when a page alone
+        was written, so that one that is expired but was used recently counts until it is swept."""
         present = [known is not None for known in self._find(keys)]
         rest = [position for position, known in enumerate(present) if not known]
         wanted = [keys[position] for position in rest]
-        # Each call of the system by itself would give the GIL to whoever computes, for milliseconds each time.
-        core = native.core() if len(rest) >= _NATIVE_FROM else None
-        look_up = self._looked_up_alone if core is None else partial(self._found_alone, core)
-        for position, known in zip(rest, look_up(wanted), strict=True):
+        # In Python, each system call would hand the GIL to a computing thread, for milliseconds each time.
+        core = native.core() if len(rest) >= _NATIVE_MIN_KEYS else None
+        find_alone = self._find_alone_in_python if core is None else partial(self._find_alone_natively, core)
+        for position, known in zip(rest, find_alone(wanted), strict=True):
             present[position] = known and not (self._unreadable and self._failed_alone(keys[position]))
         return present
 
@@ -161,9 +161,9 @@ class PageFiles(PathStore):
         return (key, alone(key[IDENTITY_LENGTH:]).id) in self._unreadable
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        return leading_in_portions(keys, self._has, _LEADING_AT_ONCE)
+        return leading_in_portions(keys, self._has, _LEADING_STEP)
 
-    def _looked_up_alone(self, keys: Sequence[bytes]) -> list[bool]:
+    def _find_alone_in_python(self, keys: Sequence[bytes]) -> list[bool]:
         present, failed, oldest = [False] * len(keys), None, self._oldest()
         for number, key in enumerate(keys):
             try:
@@ -180,8 +180,8 @@ class PageFiles(PathStore):
             self._count_error(failed)
         return present
 
-    def _found_alone(self, core: native.Core, keys: Sequence[bytes]) -> list[bool]:
-        """``_looked_up_alone`` in C. Raises OSError where an identity's directory cannot be looked into."""
+    def _find_alone_natively(self, core: native.Core, keys: Sequence[bytes]) -> list[bool]:
+        """Do what ``_find_alone_in_python`` does, in C. Raises OSError if an identity's directory cannot be opened."""
         present, oldest = np.zeros(len(keys), np.bool_), self._oldest()
         for positions, some in by_identity(keys):
             try:
@@ -197,16 +197,16 @@ class PageFiles(PathStore):
             present[positions] = found
         return list(map(bool, present))
 
-    def _find_alone(self, key: bytes, size: int) -> SetResult | None:
-        """Of a page that is to be written alone: EXISTS, and it counts as used; REJECTED where something else has its
-        name and cannot be removed; None where the name is free now."""
+    def _check_alone(self, key: bytes, size: int) -> SetResult | None:
+        """Look for a page that is about to be written alone: return EXISTS, counting it as used; REJECTED if something
+        else has its name and cannot be removed; None if the name is free now."""
         place, path = Place(alone(key[IDENTITY_LENGTH:], size), 0), self._directory.page_path(key)
         try:
             status = os.lstat(path)
         except OSError:
             return None
         if is_old(path, PackFile(place.pack), status, self._oldest()):
-            # Another writer may have replaced it: then the page that is to be written exists.
+            # If another writer has replaced it meanwhile, the page to be written exists.
             is_free = self._remove_expired_file(key[:IDENTITY_LENGTH], PackFile(place.pack), path, status)
         elif not (is_unreadable := self._failed_alone(key)) and status.st_size == size and stat.S_ISREG(status.st_mode):
             self._touch(path, status)
@@ -221,11 +221,11 @@ class PageFiles(PathStore):
         if known.look_for(pack):
             path, dead = known.path(pack)
             keys = keys_in(path, identity, pack)
-            told = [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
-            yield told, [pack.page_bytes - HEADER_LENGTH] * len(told)
+            known_keys = [key for position in PackFile(pack, dead).living if (key := keys[position]) is not None]
+            yield known_keys, [pack.page_bytes - HEADER_LENGTH] * len(known_keys)
 
     def _status(self, known: IdentityPacks, pack: Pack) -> FoundPack | None:
-        """None: it is not there under the name that was known; its bucket was read again."""
+        """Return the pack's state; None if it does not have the known name any more (its bucket was read again)."""
         path, dead = known.path(pack)
         try:
             status = os.lstat(path)
@@ -239,25 +239,25 @@ class PageFiles(PathStore):
         return FoundPack(path, dead, status, pack.page_bytes, status.st_size // pack.page_bytes if is_pack else 0)
 
     def _runs(self, batch: PageBatch, *, again: bool) -> list[Run]:
-        """All pages of a batch, to be read run by run: where names tell that they are, or alone. ``again``: as of
+        """Group all pages of a batch into runs to read: in packs where names say so, else alone. ``again``: see
         ``IdentityPacks.find``."""
         found: list[Run] = []
         for identity, positions in positions_by_identity(batch.keys).items():
             in_packs = self._catalogue.of(identity).find(chosen_keys(batch.keys, positions), again=again)
             places = [place or _place_alone(batch, i) for i, place in zip(positions, in_packs, strict=True)]
-            of_identity = runs(places, PACK_BYTES)
-            found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in of_identity]
+            identity_runs = runs(places, PACK_BYTES)
+            found += [Run(run.pack, run.first, [positions[member] for member in run.members]) for run in identity_runs]
         return found
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch, attempts: int = _ATTEMPTS) -> list[GetResult]:
-        """``attempts``: how often to look again for pages that are not where they were expected."""
+        """Read pages. ``attempts``: how often to look again for pages that are not where they were expected."""
         runs = self._runs(batch, again=attempts == _ATTEMPTS)
         found: list[GetResult | None] = [None] * len(batch)
         read = self._workers.run(len(runs), lambda number: self._read_file(runs[number], batch))
-        for run, of_run in zip(runs, read, strict=True):
-            put_back(found, run.members, of_run)
+        for run, run_results in zip(runs, read, strict=True):
+            put_back(found, run.members, run_results)
         results = [result or GetResult.MISS for result in found]
         if attempts and None in found:
             moved = [position for position, result in enumerate(found) if result is None]
@@ -265,31 +265,31 @@ class PageFiles(PathStore):
         return results
 
     def _read_file(self, run: Run, batch: PageBatch) -> list[GetResult | None]:
-        """Read the pages of a run into their memory. None for one that is not there (any more): look again."""
+        """Read the pages of a run into their memory. None means that a page is not there (any more): look again."""
         pack, count, first = run.pack, len(run.members), batch.keys[run.members[0]]
         known = self._catalogue.of(first[:IDENTITY_LENGTH])
         path, dead = known.path(pack)
         if dead >> run.first & (1 << count) - 1:
-            # Taken away since it was found, as another thread has learned.
+            # It was removed after it was found, and another thread has learned of that.
             return [None] * count
         try:
-            # O_NONBLOCK: opening a pipe that has the name would wait for its writer for ever.
+            # O_NONBLOCK: otherwise open() would wait forever for a writer if a pipe has the name.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except ABSENT:
             known.look_for(pack)
             return [GetResult.MISS if is_alone(pack) else None] * count
         except OSError as error:
             if error.errno in _UNREADABLE:
-                return self._no_page_file(run, batch, path, "unreadable")
+                return self._handle_unusable_file(run, batch, path, "unreadable")
             return self._failed_read(run, batch, path, error)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                return self._no_page_file(run, batch, path, "not_a_file", status)
+                return self._handle_unusable_file(run, batch, path, "not_a_file", status)
             if is_alone(pack):
                 if status.st_size != pack.page_bytes:
                     reason = "truncated" if status.st_size < pack.page_bytes else "longer"
-                    return self._no_page_file(run, batch, path, reason, status)
+                    return self._handle_unusable_file(run, batch, path, reason, status)
             elif is_expired(milliseconds_of(pack.id), self._oldest()):
                 return [GetResult.MISS] * count
             results = self._read_pages(fd, run, batch)
@@ -301,11 +301,11 @@ class PageFiles(PathStore):
         finally:
             os.close(fd)
 
-    def _no_page_file(
+    def _handle_unusable_file(
         self, run: Run, batch: PageBatch, path: str, reason: str, seen: os.stat_result | None = None
     ) -> list[GetResult | None]:
-        """Free the name of a page alone that something else has. Nobody else wants a pack's name, and others may be
-        able to read it: its pages are absent to this process, and written anew."""
+        """Free the name of a page alone if something else has it. A pack's name stays, since nobody else wants it and
+        other processes may be able to read it: this process treats its pages as absent and writes them again."""
         first, count = batch.keys[run.members[0]], len(run.members)
         if is_alone(run.pack):
             self._heal(first, Place(run.pack, 0), reason, seen)
@@ -328,7 +328,7 @@ class PageFiles(PathStore):
             filled = vectored.read_into(fd, buffers, run.offset, flags_of(self._plan.read))
         except OSError as error:
             if len(run.members) > 1:
-                # One bad block is the misfortune of one page.
+                # One bad block must cost only one page.
                 return [self._read_pages(fd, page, batch)[0] for page in one_by_one]
             return self._failed_read(run, batch, f"pack {run.pack.id}", error)
         return [
@@ -337,17 +337,17 @@ class PageFiles(PathStore):
         ]
 
     def _checked(self, fd: int, page: Run, batch: PageBatch, header: bytearray, filled: int) -> GetResult | None:
-        """The result of one page whose header and segments were read; ``filled``: bytes of it."""
+        """Return the result of one page whose header and segments were read; ``filled``: bytes of it that were read."""
         pack, (member,), place = page.pack, page.members, Place(page.pack, page.first)
         key, segments = batch.keys[member], batch.buffers[member]
-        reason = _reason(header, key, segments, filled, pack.page_bytes)
+        reason = _refusal(header, key, segments, filled, pack.page_bytes)
         if reason is None:
             if is_alone(pack) and is_expired(envelope.decode_header(header).created_ms, self._oldest()):
                 return GetResult.MISS
             self._unreadable.discard((key, pack.id))
             return GetResult.HIT
         if not is_alone(pack) and _is_another_page(header, key):
-            # Its short hash is the same.
+            # Its short hash is the same by chance.
             self._catalogue.of(key[:IDENTITY_LENGTH]).index.forget_pages(pack.id, place.mask)
             return None
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -357,8 +357,8 @@ class PageFiles(PathStore):
             filled = vectored.read_into(fd, [memoryview(second), *elsewhere], place.offset, flags_of(self._plan.read))
         except OSError as error:
             return self._failed_read(page, batch, f"pack {pack.id}", error)[0]
-        if _reason(second, key, elsewhere, filled, pack.page_bytes) is None:
-            # Damaged on the way here, by a network, a cache or this machine's memory: the page is not ours alone.
+        if _refusal(second, key, elsewhere, filled, pack.page_bytes) is None:
+            # The damage came from a network, a cache or this machine's memory: the stored page is good, others use it.
             self.metrics.add("suspect", "good")
         else:
             self._heal(key, place, reason, os.fstat(fd))
@@ -367,25 +367,25 @@ class PageFiles(PathStore):
     def _failed_read(self, run: Run, batch: PageBatch, path: str, error: OSError) -> list[GetResult | None]:
         for member in run.members:
             self._count_error(error)
-            # Whether one block or the whole device is bad, this page cannot be had: the next write may replace it.
+            # Whether one block or the whole device is bad, this page cannot be read: the next write may replace it.
             if error.errno not in _TRANSIENT:
                 self._remember_unreadable(batch.keys[member], run.pack)
         logger.debug("tier %s: reading %s: %s", self.name, path, error)
         return [GetResult.ERROR] * len(run.members)
 
     def _touch(self, file: int | str, status: os.stat_result) -> None:
-        """Renew the recency of a file of pages."""
+        """Update the recency of a file of pages."""
         if time.time() - status.st_mtime > TOUCH_INTERVAL:
             try:
                 os.utime(file)
             except ABSENT:
-                # Others have renamed or removed it.
+                # Another process has renamed or removed it.
                 return
             except OSError as error:
                 self._count_error(error)
 
     def _demote(self, hashes: Sequence[bytes]) -> int:
-        """A pack goes whole: only one without other pages."""
+        """Demote files; a pack is demoted as a whole, and only if it holds no other pages."""
         named, demoted = set(map(short_hash_of, hashes)), 0
         for identity in self._directory.known_identities():
             keys = [identity + page_hash for page_hash in hashes]
@@ -401,19 +401,19 @@ class PageFiles(PathStore):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _files_of(self, batch: PageBatch, positions: Sequence[int]) -> list[list[int]]:
-        """Which pages share a file."""
-        most_bytes = PACK_BYTES if self._capacity is None else min(PACK_BYTES, self._capacity // _SHARE)
+        """Return the pages to write, grouped by the file they share."""
+        most_bytes = PACK_BYTES if self._capacity is None else min(PACK_BYTES, self._capacity // _PACK_SHARE)
         found: list[list[int]] = []
         for members in positions_by_identity(chosen_keys(batch.keys, positions)).values():
-            mine = [positions[member] for member in members]
-            page_bytes = [HEADER_LENGTH + batch.sizes[position] for position in mine]
-            found += [[mine[n] for n in part] for part in portions(page_bytes, self._most_pages, most_bytes)]
+            own_positions = [positions[member] for member in members]
+            page_bytes = [HEADER_LENGTH + batch.sizes[position] for position in own_positions]
+            found += [[own_positions[n] for n in part] for part in portions(page_bytes, self._most_pages, most_bytes)]
         return found
 
     def _write_file(self, batch: PageBatch, positions: Sequence[int]) -> tuple[SetResult | OSError, int]:
-        """Write these pages, which are of one identity and one size, into one file: STORED, EXISTS for a page alone
-        that another writer stored first, or why it was not written; and the bytes of disk that took, with directories
-        and also when it failed. Nothing is left behind then.
+        """Write these pages, all of one identity and size, into one file. Return STORED, EXISTS for a page alone that
+        another writer stored first, or the error, which leaves no file behind; and the bytes of disk taken, including
+        those of new directories, which may remain after an error.
         """
         keys = [batch.keys[i] for i in positions]
         identity, page_bytes = keys[0][:IDENTITY_LENGTH], HEADER_LENGTH + batch.sizes[positions[0]]
@@ -437,25 +437,25 @@ class PageFiles(PathStore):
                 if not self._write_whole(path, buffers, length, is_new_name=not is_alone(pack)):
                     return SetResult.EXISTS, added
             except ABSENT as error:
-                # clear() or an eviction took the directory away in between.
+                # clear() or an eviction removed the directory in between.
                 if attempt == _ATTEMPTS:
                     return error, added
                 self._directory.clear_the_way(path)
             except OSError as error:
                 if attempt == _ATTEMPTS or is_alone(pack) or error.errno not in (errno.EACCES, errno.EPERM):
                     return error, added
-                # Made by another account, perhaps.
+                # Perhaps another account has made the bucket.
                 known.refused.add(bucket)
             else:
                 self._unreadable.difference_update((key, pack.id) for key in keys)
                 if not is_alone(pack):
-                    # Not ``known``: the identity may have been cleared meanwhile.
+                    # Do not use ``known``: the identity may have been cleared meanwhile.
                     self._catalogue.of(identity).add(PackFile(pack), bucket)
                 return SetResult.STORED, added + occupied(length)
         raise AssertionError("unreachable")
 
     def _write_whole(self, path: str, buffers: Sequence[memoryview], length: int, *, is_new_name: bool) -> bool:
-        """False: another writer of a name that is not new was first."""
+        """Write and publish a file; return False if another writer of a name that is not new was first."""
         fd, temp_path = self._directory.open_unpublished()
         published = False
         try:
@@ -481,25 +481,25 @@ class PageFiles(PathStore):
         return sum(map(self._remove_page, copies.keys(), copies.values()))
 
     def _remove_page(self, key: bytes, page_seal: bytes | None = None) -> bool:
-        """Take a page away, out of every pack that it is in and alone; with ``page_seal`` only the copies that have
-        this ``envelope.page_seal``. Whether there was one. Never raises OSError."""
+        """Remove a page from every pack that it is in and as a page alone; with ``page_seal``, only copies with this
+        ``envelope.page_seal``. Return whether there was one. Never raises OSError."""
         identity, removed = key[:IDENTITY_LENGTH], False
         known = self._catalogue.of(identity)
         for place in [*known.find_all(key, whole=True), Place(alone(key[IDENTITY_LENGTH:]), 0)]:
             header, seen = header_at(known.path(place.pack)[0], place.offset)
             if page_seal is None:
-                # The name of a page alone is to be free, whatever has it.
+                # The name of a page alone must become free, whatever has it.
                 is_wanted, seen = header is None or not _is_another_page(header, key), None
             else:
                 is_wanted = header is not None and envelope.seal_of(header) == page_seal
             try:
-                removed = (is_wanted and self._take_away(identity, place, seen)) or removed
+                removed = (is_wanted and self._remove_copy(identity, place, seen)) or removed
             except OSError as error:
                 self._count_error(error)
         return removed
 
     def _make_way(self, sizes: Mapping[bytes, int]) -> None:
-        """Take pages that are about to be written, key and bytes, out of the packs that they cannot be read from:
+        """Remove pages that are about to be written (key -> bytes) from packs from which they cannot be read, because
         readers look into packs first. Never raises OSError."""
         keys = list(sizes)
         for identity, positions in positions_by_identity(keys).items():
@@ -507,22 +507,22 @@ class PageFiles(PathStore):
             for key, place in zip(wanted, known.find(wanted, again=False), strict=True):
                 for each in known.find_all(key) if place is not None else ():
                     found = self._status(known, each.pack)
-                    # Another writer may just have stored it: that one stays.
+                    # Keep a copy that another writer may just have stored.
                     if found is None or (found.page_bytes == sizes[key] and self._is_readable(key, each, found)):
                         continue
                     if is_expired(milliseconds_of(each.pack.id), self._oldest()):
                         self._remove_expired_file(identity, PackFile(each.pack, found.dead), found.path, found.status)
                         continue
                     try:
-                        self._take_away(identity, each)
+                        self._remove_copy(identity, each)
                     except OSError as error:
                         self._count_error(error)
                         known.index.forget_pages(each.pack.id, each.mask)
 
     def _heal(self, key: bytes, place: Place, reason: str, seen: os.stat_result | None = None) -> bool:
-        """Take a page away that is not the page its name says; False when it stays.
+        """Remove a page that is not the one its name says; return False if it stays.
 
-        ``seen``: the status of the file of a page alone; one that has replaced it since is left alone.
+        ``seen``: status of the file of a page alone; a file that has replaced it since is left alone.
         """
         identity, pack = key[:IDENTITY_LENGTH], place.pack
         known = self._catalogue.of(identity)
@@ -530,7 +530,7 @@ class PageFiles(PathStore):
         what = f"page {place.position} of {known.path(pack)[0]}"
         is_gone = True
         try:
-            self._take_away(identity, place, seen)
+            self._remove_copy(identity, place, seen)
         except OSError as error:
             self._count_error(error)
             logger.warning("tier %s: %s is bad (%s) and cannot be removed: %s", self.name, what, reason, error)
@@ -538,7 +538,7 @@ class PageFiles(PathStore):
                 self._remember_unreadable(key, pack)
                 is_gone = False
             else:
-                # Absent to this process: the page is written into another one.
+                # This process treats it as absent: the page will be written into another pack.
                 known.index.forget_pages(pack.id, place.mask)
         else:
             self._unreadable.discard((key, pack.id))
@@ -547,26 +547,26 @@ class PageFiles(PathStore):
             self._look_over((identity, pack))
         return is_gone
 
-    def _take_away(self, identity: bytes, place: Place, seen: os.stat_result | None = None) -> bool:
-        """Whether the page was there until now. ``seen``: as for ``_heal``. Raises OSError."""
+    def _remove_copy(self, identity: bytes, place: Place, seen: os.stat_result | None = None) -> bool:
+        """Remove a page; return whether it was there until now. ``seen``: see ``_heal``. Raises OSError."""
         known, pack = self._catalogue.of(identity), place.pack
         for _ in range(_ATTEMPTS):
             path, dead = known.path(pack)
             if dead & place.mask:
                 return False
-            left = dead | place.mask
+            dead_after = dead | place.mask
             try:
-                if left == pack.all_dead:
+                if dead_after == pack.all_dead:
                     self._unlink(PackFile(pack), path, seen if is_alone(pack) else None)
                     known.forget(pack.id)
                 else:
-                    # A count that lists the bucket now may miss the pack, or meet it twice.
+                    # A recount that lists the bucket now may miss the pack, or see it twice.
                     directory = os.path.dirname(path)
                     with self._usage.detaching():
-                        os.rename(path, f"{directory}/{file_name(pack, left)}")
-                    known.add(PackFile(pack, left), os.path.basename(directory))
+                        os.rename(path, f"{directory}/{file_name(pack, dead_after)}")
+                    known.add(PackFile(pack, dead_after), os.path.basename(directory))
             except ABSENT:
-                # Others renamed or removed it.
+                # Another process has renamed or removed it.
                 if not known.look_for(pack):
                     return False
             else:
@@ -574,15 +574,15 @@ class PageFiles(PathStore):
         return False
 
     def _unlink(self, found: PackFile, path: str, seen: os.stat_result | None = None) -> None:
-        """Raises OSError."""
+        """Delete a file and account for it. Raises OSError."""
         with self._usage.removing() as removal:
             size = self._directory.remove_page(path, seen)
-            # A damaged file must not take more out of the account than its pack once put in.
+            # A damaged file must not subtract more from the account than its pack once added.
             removal.freed = occupied(min(size, found.length or size))
             removal.uncertain = found.length not in (0, size)
 
     def _remove_expired_file(self, identity: bytes, found: PackFile, path: str, status: os.stat_result) -> bool:
-        """Delete a file that is older than the ttl; False where it cannot be removed."""
+        """Delete a file that is older than the ttl; return False if it cannot be removed."""
         try:
             self._unlink(found, path, status if is_alone(found.pack) else None)
         except ABSENT:
@@ -595,7 +595,7 @@ class PageFiles(PathStore):
         return True
 
     def _remove_expired(self, loop: BackgroundLoop) -> int:
-        """Delete the files written before, until ``loop`` is stopped; how many pages that were."""
+        """Delete expired files until ``loop`` is stopped; return the number of their pages."""
         removed = 0
         for place in self._directory.file_directories():
             home, _, name = place.rpartition("/")
@@ -622,8 +622,8 @@ def _place_alone(batch: PageBatch, position: int) -> Place:
     return Place(alone(batch.keys[position][IDENTITY_LENGTH:], HEADER_LENGTH + batch.sizes[position]), 0)
 
 
-def _reason(header: bytearray, key: bytes, segments: Sequence[memoryview], filled: int, page_bytes: int) -> str | None:
-    """Why what was read is not the page ``key``; None when it is."""
+def _refusal(header: bytearray, key: bytes, segments: Sequence[memoryview], filled: int, page_bytes: int) -> str | None:
+    """Return the reason why what was read is not the page ``key``; None if it is."""
     if HEADER_LENGTH + sum([segment.nbytes for segment in segments]) != page_bytes:
         return "payload_length"
     if filled < page_bytes:
@@ -632,7 +632,7 @@ def _reason(header: bytearray, key: bytes, segments: Sequence[memoryview], fille
 
 
 def _is_another_page(header: bytes | bytearray, key: bytes) -> bool:
-    """Whether a header is that of another page of which names say the same."""
+    """Return whether a header belongs to another page of the same identity with the same short hash as ``key``."""
     try:
         found = envelope.decode_header(header).key
     except FormatError:

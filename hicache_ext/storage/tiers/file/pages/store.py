@@ -1,13 +1,13 @@
-"""The layout of the file tier for file systems that several machines share: files of pages (packs.py). Small pages that
-are written together are one file, a pack; every other page is alone in one.
+"""The file tier's layout for file systems that several machines share: files of pages (packs.py). Small pages written
+together share one file, a pack; every other page has a file of its own.
 
-No mapped memory, and no index but that of the packs' names in memory: only what NFS, Lustre and 3FS keep their word on,
-create, link, rename, unlink, locks. Files of a batch are read and written in parallel by a few threads, straight into
-and out of host memory (preadv and pwritev release the GIL). A file gets its name only when it is whole.
+The layout uses no mapped memory, and no index except an in-memory one of the packs' names. It relies only on operations
+that NFS, Lustre and 3FS implement correctly: create, link, rename, unlink and locks. A few threads read and write the
+files of a batch in parallel, directly into and out of host memory (preadv and pwritev release the GIL). A file gets its
+name only when it is complete.
 
-Where room is lacking the files that were used longest ago go, packs whole. Beside the calls, on a thread of one process
-at a time, without a lock that a call needs, left-overs of killed processes and expired pages go, and a count puts the
-account right.
+When room is needed, the least recently used files are evicted; a pack is evicted whole. In the background, one process
+at a time removes left-overs of killed processes and expired pages, and recounts the account; no call needs its lock.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hicache_ext.storage.tiers.file.pages.packs import PageFiles
 from hicache_ext.storage.tiers.file.pages.tree import (
     BLOCK,
     PackFile,
-    counted_for,
+    accounted_bytes,
     file_length,
     hashes_in,
     is_alone,
@@ -51,54 +51,54 @@ from hicache_ext.storage.tiers.file.pages.tree import (
     page_files,
     short_hash_of,
 )
-from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, of_each
+from hicache_ext.storage.tiers.file.path_store import NO_SPACE, NO_SPACE_PAUSES, Fullness, clear_each
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.usage import NO_ROOM, Removal
 
 logger = logging.getLogger(__name__)
 
 _EVICTION_SHARE = 1 / 16
-"""Share of the capacity freed at once, so that the walk is paid for by many batches."""
+"""Share of the capacity that one eviction frees, so that many batches share the cost of its directory walk."""
 _FULL_DISK_SHARE = 1 / 64
-"""As ``_EVICTION_SHARE``, where the file system is full before the tier is."""
+"""The same as ``_EVICTION_SHARE``, for a file system that is full before the tier is."""
 _GROWN_SHARE = 33 / 32
-"""The pages that take more than this part of what they took on a full medium have found new room: a little more fits
-whenever files of other sizes are evicted."""
+"""Pages that take more than this multiple of what they took on a full file system have found new space. A little more
+fits whenever files of other sizes are evicted, so that smaller growth proves nothing."""
 _CLEARED_SHARE = 3 / 4
-"""A tier that takes less than this share of what it took on a full file system was cleared."""
+"""A tier that takes less than this share of what it took on the full file system was cleared."""
 
 _PORTIONS = 8
-"""A write takes at most this part of the capacity at once, so that several processes can have one under way."""
+"""A write reserves at most one such part of the capacity at a time, so that several processes can write together."""
 _FAN_OUTS_COUNTED = 64
-"""Fan-out directories listed to say how many pages there are: hashes fill all of them evenly."""
+"""Fan-out directories listed to estimate the number of pages: hashes fill all of them evenly."""
 _COUNT_INTERVAL = 60.0
 """Seconds between two such counts."""
 
 _SAMPLE = 4096
 """Files examined to find the oldest; with fewer, eviction follows the exact order of recency."""
 _PARTS = 4
-"""Of a sample the oldest of so many parts is removed."""
+"""Eviction removes the oldest of this many equal parts of a sample."""
 _PASSES = 64
-"""Over a directory: a hundred millionth of its pages would be left."""
+"""Most passes over a directory by one eviction: after these, a hundred millionth of its pages would be left."""
 _QUICK = 0.25
-"""Seconds that an eviction takes beyond what it must free."""
+"""Seconds for which an eviction may go on to free more than it must."""
 
 _UPKEEP_BYTE = ID_LIMIT
-"""Of the file of members, which nobody has as its id: one process at a time does it."""
+"""Byte of the members file that no member has as its id. Locking it lets one process at a time do the upkeep."""
 _UPKEEP_INTERVAL = 60.0
-"""Seconds between two looks at whether a count is needed."""
+"""Seconds between two checks whether a recount is needed."""
 _SHORT_WORK = 0.005
 _LONGEST_REST = 0.2
 _WAIT_AT_START = 1.0
 _WAIT_AT_END = 5.0
-"""Seconds that close() waits: a disk may hold it up, or many files are being removed."""
+"""Seconds that close() waits for upkeep, which a slow disk or the removal of many files may delay."""
 _SWEEPS_PER_TTL = 16
 _SHORTEST_SWEEP_INTERVAL = 0.5
 _LONGEST_SWEEP_INTERVAL = 600.0
 
 
 _Candidate = tuple[float, str, int, PackFile]
-"""A file that can be evicted: its last use, its path, its bytes of disk, and what its name says."""
+"""A file that can be evicted: last use, path, bytes of disk, and its parsed name."""
 
 
 class PageFileStore(PageFiles):
@@ -120,15 +120,15 @@ class PageFileStore(PageFiles):
             logger.warning("tier %s: %s is of page files, where tenants share nothing out", self.name, path)
         super()._open(path, evicted_age)
         self._times_full = int(bool(self.no_space_since))
-        """Since the file system had space."""
-        self._begin_upkeep()
+        """Times that writes have found the file system full since it last had space."""
+        self._start_upkeep()
         self.pins = PinnedPages(self.name, path, _pin_limit(self._capacity), self._directory.occupied_by)
         self._evicted_age = evicted_age
         self._undeletable: set[str] = set()
         self._no_writes_until = 0.0
         self._no_growth_until = 0.0
         self._full_at = 0
-        """Bytes that the pages took when the file system was full."""
+        """Bytes that the pages took when the file system was found full."""
         self._pages = 0
         self._count_pages_at = 0.0
 
@@ -140,7 +140,7 @@ class PageFileStore(PageFiles):
         return self._catalogue.of(digest).blocks()
 
     def resize(self, capacity: int | None) -> None:
-        """Pages beyond the capacity are evicted by the next write."""
+        """Change the capacity; the next write evicts what exceeds it."""
         super().resize(capacity)
         self.pins.set_limit(_pin_limit(capacity))
 
@@ -149,16 +149,16 @@ class PageFileStore(PageFiles):
         return self._directory.remove_left_overs()
 
     def used_bytes(self) -> int:
-        """Bytes of disk that pages and reservations take, over all processes."""
+        """Return the bytes of disk that pages and reservations of all processes take."""
         return self._usage.used(self._capacity)
 
     def fullness(self) -> Fullness:
-        """The number of pages is exact in a small directory and estimated in a large one. Raises OSError."""
+        """Return how full the directory is. The page count is exact if small, else estimated. Raises OSError."""
         with self._calls:
             if time.monotonic() >= self._count_pages_at:
                 self._pages = self._directory.count_pages(_FAN_OUTS_COUNTED)
                 self._count_pages_at = time.monotonic() + _COUNT_INTERVAL
-            # After the count: what was counted has its bytes in the account, or reserved there.
+            # Read after the count, so that the account includes the bytes of every counted page.
             used, capacity = self.used_bytes(), self._capacity
             if capacity is None:
                 disk = os.statvfs(self._directory.path)
@@ -177,13 +177,13 @@ class PageFileStore(PageFiles):
         for pack in {found.path: found for found in in_packs if found is not None}.values():
             self._touch(pack.path, pack.status)
         for position, (key, size, found) in enumerate(zip(batch.keys, sizes, in_packs, strict=True)):
-            # A page of another size is none: a newer one counts before it.
+            # A copy of another size does not count: a newer copy may exist.
             if found is not None and found.page_bytes == size:
                 results[position] = SetResult.EXISTS
                 continue
-            match self._find_alone(key, size):
+            match self._check_alone(key, size):
                 case None:
-                    # A page that the batch has twice is written once.
+                    # Write a page once even if it occurs twice in the batch.
                     missing.setdefault(key, position)
                 case SetResult.REJECTED:
                     self.metrics.add("rejected", "obstacle")
@@ -201,7 +201,7 @@ class PageFileStore(PageFiles):
         return results
 
     def _set_missing(self, batch: PageBatch, positions: list[int], results: list[SetResult]) -> None:
-        """Write the pages at ``positions`` within the capacity, in portions that the capacity can hold."""
+        """Write the pages at ``positions``, in portions that fit into the capacity."""
         portions = self._portions(
             positions, batch.sizes, lambda size: _room(HEADER_LENGTH + size), self._limit(), _PORTIONS
         )
@@ -212,12 +212,12 @@ class PageFileStore(PageFiles):
                 left = self._set_portion(batch, left, results, again=True)
                 if left:
                     self._no_writes_until = self._no_growth_until
-                    # Nobody can ask for a tail without its head.
+                    # Nobody can look up the tail of a chain without its head.
                     self.metrics.add("rejected", "no_space", sum(map(len, portions[number + 1 :])))
                     return
 
     def _limit(self) -> int | None:
-        """Bytes that the pages may take now."""
+        """Return the bytes that the pages may take now; None without a limit."""
         if not self._is_kept_small():
             return self._capacity
         return min(self._full_at, self._capacity or self._full_at)
@@ -225,7 +225,7 @@ class PageFileStore(PageFiles):
     def _set_portion(
         self, batch: PageBatch, portion: Sequence[int], results: list[SetResult], *, again: bool = False
     ) -> Sequence[int]:
-        """Write some pages; those for which the file system had no space. ``again``: they found none a moment ago."""
+        """Write some pages; return those that found no disk space. ``again``: they found none a moment ago, either."""
         files = self._files_of(batch, portion)
         lengths = [file_length(len(members), HEADER_LENGTH + batch.sizes[members[0]]) for members in files]
         reserved = sum(map(_room, lengths))
@@ -234,8 +234,8 @@ class PageFileStore(PageFiles):
         if kept_small:
             share = self._full_at * _FULL_DISK_SHARE
         if again:
-            # Others may take what this frees. It may be inodes that are lacking: a file needs one, and a new directory
-            # another.
+            # Other processes may take the space this frees. Inodes may be what is missing: each file needs one, and a
+            # new directory another.
             share, least_files = 0, 2 * len(lengths)
         try:
             refused = self._usage.reserve(reserved, limit, lambda need: self._evict(need, int(share), least_files))
@@ -245,27 +245,27 @@ class PageFileStore(PageFiles):
                 results[position] = SetResult.ERROR
             return []
         if refused is not None:
-            is_lacking = kept_small and refused == NO_ROOM
-            if again or not is_lacking:
-                self.metrics.add("rejected", "no_space" if is_lacking else refused, len(portion))
-            return portion if is_lacking else []
+            is_disk_full = kept_small and refused == NO_ROOM
+            if again or not is_disk_full:
+                self.metrics.add("rejected", "no_space" if is_disk_full else refused, len(portion))
+            return portion if is_disk_full else []
         stored = 0
         try:
             written = self._workers.run(len(files), lambda number: self._write_file(batch, files[number]))
             for members, (result, added) in zip(files, written, strict=True):
                 stored += added
-                of_file = self._failed_write(result) if isinstance(result, OSError) else result
+                file_result = self._failed_write(result) if isinstance(result, OSError) else result
                 for position in members:
-                    results[position] = of_file
+                    results[position] = file_result
         finally:
             self._usage.commit(reserved, stored)
         left = [position for position in portion if results[position] is SetResult.REJECTED]
         if stored and not left and self._times_full and not self._is_kept_small():
-            self._look_for_space()
+            self._note_regained_space()
         return left
 
     def _is_kept_small(self) -> bool:
-        """Whether the file system was full a moment ago."""
+        """Return whether the file system was full a moment ago."""
         return time.monotonic() < self._no_growth_until
 
     def _note_size(self) -> None:
@@ -274,12 +274,12 @@ class PageFileStore(PageFiles):
         except OSError as error:
             self._count_error(error)
 
-    def _look_for_space(self) -> None:
-        """Whether a write that went through has shown that there is space again: what eviction freed is none."""
+    def _note_regained_space(self) -> None:
+        """Note that there is space again if the pages have grown or were cleared; eviction frees no new space."""
         try:
             before, used = self._full_at, self.used_bytes()
             if not before:
-                # Another process or an earlier one found it full: from here on it is seen whether pages grow.
+                # Another process, or an earlier one, found the disk full: measure growth from here on.
                 self._full_at = used
             elif not _CLEARED_SHARE * before < used <= _GROWN_SHARE * before and self._note_space(None):
                 self._times_full = 0
@@ -301,19 +301,19 @@ class PageFileStore(PageFiles):
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """Out of sight at once, for everybody: the trees of these identities are moved away, then deleted."""
+        """Move the identities' trees out of every process's sight immediately, then delete them in the background."""
         wanted = self._directory.known_identities() if digests is None else digests
 
         def note(error: OSError) -> None:
             self._count_error(error)
             logger.warning("tier %s: clearing: %s", self.name, error)
 
-        return sum(of_each(self._detach, wanted, note))
+        return sum(clear_each(self._detach, wanted, note))
 
     def _detach(self, digest: bytes) -> bool:
-        """Whether the identity had pages. Raises OSError."""
+        """Move an identity's tree away; return whether it had pages. Raises OSError."""
         with ExitStack() as operation:
-            # Under way before the tree moves: killed from here on, the account is known to be off.
+            # Begin before the tree moves: if killed after this point, the account is known to need a recount.
             removal = operation.enter_context(self._usage.detaching())
             tree = self._directory.detach_identity(digest)
             self._catalogue.forget_identity(digest)
@@ -334,11 +334,11 @@ class PageFileStore(PageFiles):
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _evict(self, need: int, share: int, least_files: int = 0) -> int:
-        """Remove pages until ``need`` bytes and ``least_files`` files are freed, if possible, and up to ``share`` bytes
-        as long as that is quick: the walk is then paid for by many batches, and others wait for their turn meanwhile.
+        """Evict pages until ``need`` bytes and ``least_files`` files are freed, if possible. Then go on to ``share``
+        bytes while that is quick (other evictors wait meanwhile): many batches then share the cost of the walk.
 
-        Return the bytes freed. Never raises OSError. The order is exact in a small directory. In a large one it is that
-        of random samples of fan-out directories, which hashes fill evenly. For one thread of one process at a time.
+        Return the bytes freed. Never raises OSError. The order is exact in a small directory. In a large one, it is
+        that of random samples of fan-out directories, which hashes fill evenly. One thread of one process at a time.
         """
         freed = files = 0
         quick_until = time.monotonic() + _QUICK
@@ -352,7 +352,7 @@ class PageFileStore(PageFiles):
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    # One file that cannot be removed must not stop eviction for ever.
+                    # One file that cannot be removed must not stop eviction forever.
                     self._undeletable.add(path)
                     self.metrics.add("error", error_reason(error))
                     continue
@@ -360,14 +360,14 @@ class PageFileStore(PageFiles):
                 files += 1
                 if not is_alone(found.pack):
                     buckets.add(os.path.dirname(path))
-                if used:  # A page that was demoted (packs.py) was used nobody knows when.
+                if used:  # Demoting a page (packs.py) erases the time of its last use.
                     self._evicted_age.note(max(0.0, time.time() - used))
                 self.metrics.add("evicted", "capacity", len(found.living))
             freed += sum(map(remove_directory, buckets))
             if freed < need:
-                # Empty directories of old identities would take the space of pages in a small capacity.
+                # In a small capacity, empty directories of old identities would take the space of pages.
                 freed += self._directory.remove_empty_directories()
-                # Nothing else is left: try again what could not be removed (the disk may have been read-only).
+                # Nothing else is left: retry what could not be removed (the disk may have been read-only).
                 self._undeletable.clear()
         except OSError as error:
             self.metrics.add("error", error_reason(error))
@@ -375,7 +375,7 @@ class PageFileStore(PageFiles):
         return freed
 
     def _candidates(self) -> Iterator[_Candidate]:
-        """The files to remove, in this order, until there are none."""
+        """Yield the files to evict, in eviction order, until none are left."""
         spared = set(map(short_hash_of, self.pins.spared()))
         for _ in range(_PASSES):
             directories = self._directory.file_directories()
@@ -385,14 +385,14 @@ class PageFileStore(PageFiles):
             while sample := self._sample(remaining, spared):
                 is_all = is_all and len(sample) < _SAMPLE
                 sample.sort(key=itemgetter(0))
-                # Of a part of the directory the older pages only: those just written would go, too.
+                # A sample is part of the directory: take only its older pages, or pages just written would go.
                 yield from sample if is_all else sample[: -(-len(sample) // _PARTS)]
             if is_all:
                 return
 
     def _sample(self, directories: Iterator[str], spared: Set[bytes]) -> list[_Candidate]:
-        """At least ``_SAMPLE`` files of the next directories, if there are that many, without those that hold a page
-        whose short hash is ``spared``."""
+        """Return at least ``_SAMPLE`` files of the next directories, if there are that many, except files that hold a
+        page whose short hash is ``spared``."""
         sample: list[_Candidate] = []
         for directory in directories:
             for entry, found in page_files(directory):
@@ -401,8 +401,8 @@ class PageFileStore(PageFiles):
                 with suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        size = counted_for(found, status)
-                        # A pack that is larger than it says goes first: what it takes is in no account.
+                        size = accounted_bytes(found, status)
+                        # A pack larger than its name says is evicted first: the account misses its extra bytes.
                         used = status.st_mtime if occupied(status.st_size) == size else 0.0
                         sample.append((used, entry.path, size, found))
             if len(sample) >= _SAMPLE:
@@ -411,8 +411,8 @@ class PageFileStore(PageFiles):
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
 
-    def _begin_upkeep(self) -> None:
-        """Small directories are in order when it returns; it waits a second at most. Raises OSError."""
+    def _start_upkeep(self) -> None:
+        """Start upkeep and wait a second at most, enough to tidy a small directory. Raises OSError."""
         self._sweep_interval = math.inf
         if self._ttl is not None:
             shortest = max(_SHORTEST_SWEEP_INTERVAL, self._ttl / _SWEEPS_PER_TTL)
@@ -427,7 +427,7 @@ class PageFileStore(PageFiles):
             self._first_upkeep.wait(_WAIT_AT_START)
 
     def _end_upkeep(self) -> None:
-        """Waits for a count under way, which ends early."""
+        """Stop upkeep; a recount in progress ends early."""
         if not self._upkeep.stop(_WAIT_AT_END):
             logger.warning("tier %s: upkeep of %s has not ended yet", self.name, self._directory.path)
 
@@ -441,7 +441,7 @@ class PageFileStore(PageFiles):
                         if removed := self._remove_expired(self._upkeep):
                             path = self._directory.path
                             logger.info("tier %s: %d expired pages of %s removed", self.name, removed, path)
-                    self._put_right()
+                    self._recount_if_in_doubt()
                 finally:
                     self._turn.release()
         except OSError as error:
@@ -450,12 +450,12 @@ class PageFileStore(PageFiles):
             self._first_upkeep.set()
         return min(_UPKEEP_INTERVAL, self._sweep_interval)
 
-    def _put_right(self) -> None:
+    def _recount_if_in_doubt(self) -> None:
         self._directory.remove_left_overs()
         if self._upkeep.stopping or not self._usage.in_doubt():
             return
         begun, before = time.monotonic(), self._usage.used()
-        if not self._usage.count(self._parts()):
+        if not self._usage.count(self._walk_gently()):
             return
         took = time.monotonic() - begun
         logger.log(
@@ -468,8 +468,8 @@ class PageFileStore(PageFiles):
             before,
         )
 
-    def _parts(self) -> Iterator[tuple[float, int]]:
-        """A walk that leaves the processor to others half of the time."""
+    def _walk_gently(self) -> Iterator[tuple[float, int]]:
+        """Yield the parts of a walk over the directory, resting half of the time to leave the CPU to others."""
         begun = time.monotonic()
         for part in self._directory.occupied_parts():
             yield part
@@ -481,7 +481,7 @@ class PageFileStore(PageFiles):
 
 
 def _room(size: int) -> int:
-    """Bytes of disk reserved for a file: with its directories in full, corrected by what was really made."""
+    """Return the bytes of disk to reserve for a file, as if its two directories were new; commit() corrects this."""
     return occupied(size) + 2 * BLOCK
 
 

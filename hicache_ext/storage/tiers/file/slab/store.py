@@ -32,7 +32,7 @@ from hicache_ext.page.envelope import IDENTITY_LENGTH
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.reports import RecentMean
 from hicache_ext.storage.contract.store import GetResult, PageBatch, SetResult, grouped, identities_of
-from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, of_each
+from hicache_ext.storage.tiers.file.path_store import Fullness, PathStore, clear_each
 from hicache_ext.storage.tiers.file.pins import PinnedPages
 from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.allocator import SlotAllocator
@@ -517,7 +517,7 @@ class SlabStore(PathStore):
         notes = [partial(self._directory.note_cleared, digest, moment) for digest in cleared]
         syncs = [partial(self._directory.sync_cleared, digest) for digest in cleared]
         try:
-            of_each(lambda work: work(), notes + syncs, self._count_error)
+            clear_each(lambda work: work(), notes + syncs, self._count_error)
         except OSError as error:
             self._count_error(error)
             raise ClearLaterError(str(error)) from error
