@@ -70,7 +70,7 @@ class Facts:
         """Return whether pages of this identity are useless without the pages of ``kv`` under the same page hashes."""
         if self.is_kv or not kv.is_kv or self.model != kv.model or len(self.ways) != len(kv.ways):
             return False
-        # Any rank: all store the same positions. Replicated pages have one, such as a latent KV whose draft has several.
+        # Any rank: all store the same positions. Replicated pages have one: a latent KV, whose draft may have several.
         return all(own == of_kv or 1 in (own, of_kv) for own, of_kv in zip(self.ways, kv.ways, strict=True))
 
 
