@@ -141,7 +141,7 @@ class SlotIo:
         *,
         into_memory: bool,
     ) -> Moved:
-        """Move pages of the batch from their slots ``into_memory``, or into their slots, on up to ``threads`` threads."""
+        """Move pages of a batch from their slots ``into_memory``, or into their slots, on ``threads`` threads."""
         core, count = self._core, len(pages)
         if not count or not are_of_one_size(batch.sizes):
             return Moved(NO_SLOTS, {}, pages)
