@@ -1,4 +1,4 @@
-/* The doors of the library. */
+/* The entry points of the library. */
 #define _GNU_SOURCE
 #include <errno.h>
 
@@ -6,11 +6,11 @@
 
 struct functions of_others;
 
-/* Which sources this library was built of: Python compares it with those that it has. */
+/* The version of the sources that this library was built from; Python compares it with that of its own sources. */
 PUBLIC const uint64_t hicache_version = HICACHE_VERSION;
 
-/* Take the functions of others. `digests` receives the checksum of `sample` twice, as headers hold it: at once, and in
- * two pieces. Returns 0, -ENOMEM without memory for the second. */
+/* Take the external functions. `digests` receives the checksum of `sample` twice, as headers hold it: computed in one
+ * piece, and in two. Returns 0, or -ENOMEM without memory for the second. */
 PUBLIC int64_t hicache_bind(const struct functions *functions, const char *sample, size_t length, uint64_t digests[4])
 {
     of_others = *functions;

@@ -1,4 +1,4 @@
-/* The native core of hicache_ext: what is done once per page, without Python and without its lock.
+/* The native core of hicache_ext: the work done once per page, without Python and without the GIL.
  *
  * Python calls each function with the address of one struct of words (int64_t, or addresses in their place), which has
  * the function's name; native/__init__.py says how. ``Struct`` in Python has the same fields in the same order, and a
@@ -63,7 +63,7 @@ struct memory {
     int64_t payload; /* Bytes of a page: the sum of segments. */
 };
 
-/* An array of the caller, and how many it has: of words, or of rows of words. */
+/* An array of the caller, and its length in words, or in rows of words. */
 struct words {
     int64_t *at;
     int64_t count;

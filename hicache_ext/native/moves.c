@@ -2,8 +2,8 @@
  *
  * The pages of a call are sorted by place. Neighbours move in one system call, at most as many bytes at once as stay in
  * the processor's cache until they are hashed. A page that was read is good only if the seal of its key, its length and
- * the checksum of its payload is the one in the index (envelope.page_seal). What is not good is left to Python, which
- * finds out why.
+ * the checksum of its payload is the one in the index (envelope.page_seal). Other pages are left to Python, which finds
+ * out why.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -68,7 +68,7 @@ struct run {
     char filler[BLOCK]; /* Moved to and from what is behind a payload: zeros when written. */
 };
 
-/* The next pages of this thread, at most `most`; 0 when threads have taken all. */
+/* Find the next pages of this thread, at most `most`; return 0 if threads have taken all. */
 static int next_run(struct run *run, int64_t most)
 {
     const struct move_pages *call = run->call;
@@ -88,7 +88,7 @@ static int next_run(struct run *run, int64_t most)
     return 1;
 }
 
-/* Find where a run is. 0 where there are no such slots or rows: their numbers are from memory that others write. */
+/* Find where a run is. Return 0 if there are no such slots or rows: others write the memory of these numbers. */
 static int find_place(struct run *run)
 {
     const struct move_pages *call = run->call;
@@ -223,8 +223,8 @@ static int64_t write_run(struct run *run)
     return result == DONE ? pages : 0;
 }
 
-/* Move pages until all are taken; several threads may do so with one struct. Returns how many this thread called DONE.
- * Pages that are not may be moved in part. Returns 0 for invalid sizes or without memory. */
+/* Move pages until all are taken; several threads may share one struct. Returns how many pages this thread marked DONE.
+ * Others may be moved in part. Returns 0 for invalid sizes or without memory. */
 PUBLIC int64_t hicache_move_pages(const struct move_pages *call)
 {
     int64_t gap = call->slot_size - call->payload, done = 0;

@@ -1,9 +1,9 @@
 /* Pages in another form: the two planes of their numbers (page/transforms/numbers.py, which says which bit goes where),
- * and their rows as codes of 8 bits. It makes the same with numpy, too.
+ * and their rows as codes of 8 bits. That module does the same with numpy, too.
  *
  * Everything may lie at any address. Arithmetic is that of float32, step by step (-ffp-contract=off, no -ffast-math).
- * All bits are allowed in what is read. The caller owns the memory, alone while the call lasts, and sees to it that its
- * parts have the sizes that follow from the other words and do not overlap: they are not looked at here. */
+ * Input may have any bits. The caller owns the memory, exclusively during the call, and ensures that its parts have the
+ * sizes that follow from the other words and do not overlap: this is not checked here. */
 #include "core.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -107,7 +107,7 @@ typedef uint32_t unaligned_32 __attribute__((aligned(1), may_alias));
 INLINE float float_of(uint32_t bits) { return (union { uint32_t bits; float number; }){bits}.number; }
 INLINE uint32_t bits_of(float number) { return (union { float number; uint32_t bits; }){number}.bits; }
 
-/* `condition ? yes : no`, which compilers make no vectors of where a number with a fraction is computed in it. */
+/* `condition ? yes : no`, which compilers do not vectorize if it computes a number with a fraction. */
 INLINE uint32_t chosen(int condition, uint32_t yes, uint32_t no)
 {
     uint32_t mask = 0 - (uint32_t)(condition != 0);
@@ -221,7 +221,7 @@ INLINE int64_t of_kind(const struct rows *call, int64_t kind, int64_t code)
     return call->restore ? restore(call, kind, code) : quantise(call, kind, code);
 }
 
-/* Returns 0 where the page has a number that cannot be coded, else 1. */
+/* Returns 0 if the page has a number that cannot be coded, else 1. */
 WIDE PUBLIC int64_t hicache_rows(const struct rows *call)
 {
     if (call->kind == BFLOAT16)

@@ -1,25 +1,25 @@
-/* The words of a slab index, page by page: storage/tiers/file/slab/index_words.py says what each word means. All
- * processes on a directory map them.
+/* The operations on the words of a slab index, which all processes on a directory map; index_words.py in
+ * storage/tiers/file/slab says what each word means.
  *
- *   rows        a row per slot; what is true
+ *   rows        a row per slot; authoritative
  *   sets        a hash table of the pages, WAYS entries a set; an entry counts only if the row it names says the same
  *   header      counts, the clock, the measured reuse distance, the policy
  *   identities  a row for each namespace of pages: its generation, and when it was cleared
  *   ghosts      facts about pages that were evicted
- *   events      uses that the miniatures have yet to look at: a ring
+ *   events      a ring of uses that the miniatures have not processed yet
  *   small, entries: what the miniatures know
- *   tenants     a row for each tenant: 64 bits of its name, and how many pages it has, about
+ *   tenants     a row for each tenant: 64 bits of its name, and about how many pages it has
  *
  * Who may call: locate, touch and ranks need no lock, and may see a page that has just gone or come; what
  * is read from a slot is checked by its seal. Everything else is called under the change lock of the directory, which
  * one thread of one process holds; without it a slot may be given to two writers, and one of their pages is lost.
  *
- * A row says PENDING until all of it is written, and one store of STATE, a release, makes it a page. A look-up reads
- * STATE first, with acquire. So a kill between any two stores never has a wrong page served: at worst a page has no
- * entry, and its slot is used again once it is cold; or a count is off by one.
+ * A row says PENDING until all of it is written, and one store of STATE, a release, makes it a page. A lookup reads
+ * STATE first, with acquire. So a kill between any two stores never causes a wrong page to be served: at worst a page
+ * has no entry, and its slot is reused once it is cold; or a count is off by one.
  *
- * Other processes may have damaged any word. Each is read once, by load(), and is a position only where it lies in its
- * part. What a struct says is the caller's own: lengths are those of its arrays, `identity_count` is a power of two,
+ * Other processes may have damaged any word. Each is read once, by load(), and is used as a position only if it lies in
+ * its part. Structs are the caller's and trusted: lengths are those of its arrays, `identity_count` is a power of two,
  * `set_count`, `ghost_sets`, `event_count` and `capacity` are at least 1, `entry_sets` is a power of two from 4 on, and
  * what it knows of slabs (`known`, `slabs`) lies in the rows.
  */
@@ -47,7 +47,7 @@ enum { LOOKS = 4, WAYS = 16, HITS_BITS = 3, MOST_DEPTH = 65535, DEPTH_BITS = 16,
 enum { SAMPLE_SHIFT = 24, SAMPLE = (1 << 20) - 1 };
 #define ROW_MASK ((INT64_C(1) << ROW_BITS) - 1)
 #define TAG_MASK ((INT64_C(1) << 23) - 1)
-#define NO_PAGE INT64_MAX /* The rank of a slot that cannot be taken now. */
+#define NO_PAGE INT64_MAX /* Rank of a slot that cannot be taken now. */
 #define OWN (INT64_C(1) << 62) /* The ranks of pages that only their own tenant may take. */
 enum { AT_ONCE = -1 };    /* The rank of one that is free, or whose content can no longer be asked for. */
 
@@ -84,7 +84,7 @@ static inline int64_t state_for(const struct table *table, int64_t number)
 
 static inline bool is_page(int64_t state) { return (state & STATES) == PAGE; }
 
-/* Whether a page of this STATE was not cleared. */
+/* Return whether a page of this STATE was not cleared. */
 static inline bool is_current(const struct table *table, int64_t state)
 {
     int64_t generation = load(identity_at(table, state >> NUMBER_SHIFT) + GENERATION);
@@ -93,7 +93,7 @@ static inline bool is_current(const struct table *table, int64_t state)
 
 static inline int64_t tenant_of(const int64_t *row) { return load(row + LENGTH) >> TENANT_SHIFT & (TENANTS - 1); }
 
-/* The page count of this row's tenant. Cleared pages count until their slots are free. */
+/* Return the page count of this row's tenant. Cleared pages count until their slots are free. */
 static inline int64_t *tenant_pages(const struct table *table, const int64_t *row)
 {
     return table->tenants + tenant_of(row) * TENANT_WORDS + TENANT_PAGES;
@@ -101,9 +101,8 @@ static inline int64_t *tenant_pages(const struct table *table, const int64_t *ro
 
 /* -- ranks --------------------------------------------------------------------------------------------------------- */
 /*
- * storage/tiers/file/eviction.py tells of them; tests/rigs/ranks.py has them in Python, and says why each number. Words
- * that another process may have damaged give some rank; they never overflow into a trap (-fwrapv, and no divisor below
- * 1).
+ * storage/tiers/file/eviction.py describes them; tests/rigs/ranks.py has them in Python, with reasons for each number.
+ * Damaged words give an arbitrary rank; they never overflow into a trap (-fwrapv, and no divisor below 1).
  */
 
 enum { MAX_HITS = 7, KEPT_FOR = 2 };
@@ -122,7 +121,7 @@ static inline int64_t reuse_distance(int64_t capacity, int64_t distance_sum, int
     return least(distance_sum / least(reuses, 1 << 11), 64 * capacity);
 }
 
-/* One more reuse, after so many inserts. */
+/* Count one more reuse, after this many inserts. */
 static inline void learn_distance(int64_t *distance_sum, int64_t *reuses, int64_t distance)
 {
     int64_t forgotten = *reuses >= 1 << 11 ? *distance_sum >> 11 : 0;
@@ -164,7 +163,7 @@ static inline int64_t hash_of(const int64_t *keys, int64_t of)
     return (int64_t)word;
 }
 
-/* Of a page: its low bits, which depend on every bit of the key, choose the set; its high bits are the tag. */
+/* Hash of a page: the low bits, which depend on every bit of the key, choose the set; the high bits are the tag. */
 static inline uint64_t mixed(int64_t hash, int64_t number)
 {
     uint64_t word = scrambled((uint64_t)hash ^ (uint64_t)number << 7);
@@ -185,8 +184,8 @@ static inline int64_t row_in(int64_t entry) { return (entry & ROW_MASK) - 1; }
 /* The power of two of which there are so many sets and up to as many more. */
 static inline int64_t level_of(int64_t sets) { return (int64_t)(UINT64_C(1) << (63 - __builtin_clzll((uint64_t)sets | 1))); }
 
-/* Linear hashing: sets are added in order, each as a copy of the one whose pages fall to both from then on. Entries of
- * the other one's pages are stale. */
+/* Linear hashing: sets are added in order, each as a copy of the set with which it shares the pages from then on. In
+ * each of the two, entries of the other one's pages are stale. */
 static inline int64_t *set_of(const struct table *table, uint64_t word)
 {
     int64_t sets = __atomic_load_n(table->header + SETS, __ATOMIC_ACQUIRE), level = level_of(sets);
@@ -196,7 +195,7 @@ static inline int64_t *set_of(const struct table *table, uint64_t word)
     return table->sets + (at >= 0 && at < table->set_count ? at : 0) * WAYS;
 }
 
-/* The row of a page; -1 when there is none. */
+/* Return the row of a page; -1 if there is none. */
 static int64_t row_of(const struct table *table, int64_t hash, int64_t number, int64_t state)
 {
     uint64_t word = mixed(hash, number);
@@ -211,7 +210,7 @@ static int64_t row_of(const struct table *table, int64_t hash, int64_t number, i
             if (has_row(table, row) && state_of(row_at(table, row)) == state && load(row_at(table, row) + HASH) == hash)
                 return row;
         }
-        /* Where sets were added meanwhile its entry may be in another one. */
+        /* If sets were added meanwhile, its entry may be in another one. */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         if (load(table->header + SETS) == sets)
             break;
@@ -228,8 +227,8 @@ static inline bool is_expired(const struct table *table, const int64_t *row, int
 }
 
 /* row_of, trying the row after `before` first (-1: none). Pages written together are neighbours, and the next row is
- * in the processor's cache, where the sets are not. One written before `oldest` may be what a kill has left of a page
- * that was written again since. */
+ * in the processor's cache, where the sets are not. A page written before `oldest` may be the remains, after a kill, of
+ * one that was written again since. */
 static inline int64_t row_behind(const struct table *table, int64_t hash, int64_t number, int64_t state,
                                  int64_t oldest, int64_t before)
 {
@@ -242,7 +241,7 @@ static inline int64_t row_behind(const struct table *table, int64_t hash, int64_
     return row_of(table, hash, number, state);
 }
 
-/* Forget a page and free its slot. Its entry counts no more. */
+/* Forget a page and free its slot. Its entry no longer counts. */
 static void free_page(const struct table *table, int64_t at)
 {
     int64_t *row = row_at(table, at);
@@ -250,7 +249,7 @@ static void free_page(const struct table *table, int64_t at)
     store(row + STATE, FREE);
 }
 
-/* Add the entry of a page. In a full set the page with the lowest priority goes. Returns how many did: 0 mostly. */
+/* Add the entry of a page. A full set evicts the page with the lowest priority. Returns how many it evicted: mostly 0. */
 static int64_t enter(const struct table *table, uint64_t word, int64_t row)
 {
     int64_t *set = set_of(table, word), lowest = NO_PAGE, lost = -1;
@@ -280,8 +279,8 @@ struct add_sets {
     int64_t wanted;
 };
 
-/* Use so many sets. A look-up finds a page in the set that was copied or in the copy. Under the lock. Returns the number
- * of sets. */
+/* Grow to `wanted` sets. A lookup finds a page in the set that was copied or in the copy. Under the lock. Returns the
+ * number of sets. */
 PUBLIC int64_t hicache_add_sets(const struct add_sets *call)
 {
     const struct table *table = call->table;
@@ -294,7 +293,7 @@ PUBLIC int64_t hicache_add_sets(const struct add_sets *call)
     return load(table->header + SETS);
 }
 
-/* -- looking up ---------------------------------------------------------------------------------------------------- */
+/* -- lookup -------------------------------------------------------------------------------------------------------- */
 
 /* The row of a page that was not written before `oldest`, else -1. `last`: the row looked at before, and then now. */
 static inline int64_t look_up(const struct table *table, const int64_t *keys, int64_t of, int64_t number,
@@ -305,10 +304,10 @@ static inline int64_t look_up(const struct table *table, const int64_t *keys, in
     return *last >= 0 && !is_expired(table, row_at(table, *last), oldest) ? *last : -1;
 }
 
-/* Of the page at `of`: numbers of identities are one each, or one for all; -1 for an unknown one. */
+/* Identity number of the page at `of`: there is one number each, or one for all; -1 for an unknown identity. */
 static inline int64_t number_of(struct words numbers, int64_t of) { return numbers.at[numbers.count == 1 ? 0 : of]; }
 
-/* The slab, of those sorted by FIRST, that has this row; NULL for none. */
+/* Return the slab, of those sorted by FIRST, that has this row; NULL if none has. */
 static const int64_t *slab_with(struct words slabs, int64_t row)
 {
     int64_t low = 0, high = slabs.count; /* The first one that begins behind it is among these. */
@@ -376,11 +375,11 @@ PUBLIC int64_t hicache_locate(const struct locate *call)
 
 /* -- uses ---------------------------------------------------------------------------------------------------------- */
 
-/* Whether the miniatures see a page with this HASH, where they see `sampled` of SAMPLE + 1. */
+/* Return whether the miniatures, which see `sampled` of SAMPLE + 1 pages, see a page with this HASH. */
 static inline bool is_sampled(int64_t hash, int64_t sampled) { return (hash >> SAMPLE_SHIFT & SAMPLE) < sampled; }
 
-/* Note a use for the miniatures if they see this page. Of two at the same moment one may be lost. Returns whether it
- * counts: what finds no place does not, whether it would have been seen or not. */
+/* Note a use for the miniatures if they see this page. One of two simultaneous uses may be lost. Returns whether it
+ * counts: a use that finds no place does not, whether it would have been seen or not. */
 static bool note(const struct table *table, int64_t hash, int64_t inserts, int64_t depth, int64_t sampled)
 {
     int64_t noted = load(table->header + EVENTS);
@@ -412,8 +411,8 @@ struct touch {
     int64_t sampled;  /* How many pages the miniatures see; 0: nobody looks at them. */
 };
 
-/* Note a use of the pages of a chain. No lock: where a row is given to another page meanwhile, that page's rank is a
- * little wrong. Returns how many got another rank. */
+/* Note a use of the pages of a chain. No lock: if a row is given to another page meanwhile, that page's rank is a
+ * little wrong. Returns how many ranks changed. */
 PUBLIC int64_t hicache_touch(const struct touch *call)
 {
     const struct table *table = call->table;
@@ -463,8 +462,8 @@ struct rank_again {
     int64_t capacity, most; /* At most so many rows. */
 };
 
-/* Rank by the current policy the rows that an earlier one has ranked. What a rebuild found keeps its rank, by age.
- * Under the lock; a touch at the same time may lose its use. Returns how many rows are left. */
+/* Rank by the current policy the rows that an earlier one has ranked. Pages found by a rebuild keep their rank by age.
+ * Under the lock; a simultaneous touch may lose its use. Returns how many rows remain. */
 PUBLIC int64_t hicache_rank_again(const struct rank_again *call)
 {
     const struct table *table = call->table;
@@ -541,8 +540,8 @@ struct take_free {
     struct words taken;      /* Receives as many rows as it has places for, in order of place as far as possible. */
 };
 
-/* Make free slots pending. A slab that says it has some is looked through once, a million rows in some ten
- * milliseconds. Under the lock. Returns the number taken. */
+/* Make free slots pending. A slab that claims to have some is searched once, a million rows in some ten milliseconds.
+ * Under the lock. Returns the number taken. */
 PUBLIC int64_t hicache_take_free(const struct take_free *call)
 {
     int64_t done = 0;
@@ -565,7 +564,7 @@ PUBLIC int64_t hicache_take_free(const struct take_free *call)
             free--;
         }
         store(slab + CURSOR, at);
-        /* A free slot that is not counted is found with the coldest. */
+        /* A free slot that was not counted is found among the coldest. */
         store(slab + FREE_SLOTS, left > 0 ? most(0, free) : 0);
     }
     return done;
@@ -623,8 +622,8 @@ struct evict {
     struct words tenancy; /* As for ranks. */
 };
 
-/* Free each victim that may be taken; one that is pending is: its writer has ended. Under the lock. Returns the number
- * of pages evicted, which does not count those that nobody could ask for. */
+/* Free each victim that may be taken, including pending ones: their writers have ended. Under the lock. Returns the
+ * number of pages evicted, without those that nobody could request any more. */
 PUBLIC int64_t hicache_evict(const struct evict *call)
 {
     const struct table *table = call->table;
@@ -669,7 +668,7 @@ PUBLIC int64_t hicache_find(const struct find *call)
 
 /* -- writing pages ------------------------------------------------------------------------------------------------- */
 
-/* The last store makes the row a page. Returns how many pages its entry has cost. */
+/* Fill a row; the last store makes it a page. Returns how many pages its entry has evicted. */
 static int64_t make_page(const struct table *table, int64_t at, int64_t state, int64_t hash)
 {
     int64_t number = state >> NUMBER_SHIFT;
@@ -692,7 +691,7 @@ struct publish {
                              * free; -1 for a slot that is no longer this writer's. */
 };
 
-/* The highest rank that the page behind this one of the chain may have. */
+/* Return the highest rank that the page after this one in the chain may have. */
 static int64_t highest_behind(const struct publish *call, int64_t key)
 {
     int64_t number = number_of(call->numbers, key);
@@ -765,9 +764,9 @@ struct adopt {
     int64_t slot_size, now;
 };
 
-/* For a rebuild: the pages that headers describe, in slots that are still UNKNOWN. Of several pages with one key the
- * newest counts. They rank by their age, below all that is written from now on. Under the lock. Returns the number of
- * pages found, less those they replace. */
+/* For a rebuild, adopt the pages that headers describe in slots that are still UNKNOWN. Of several pages with one key
+ * the newest counts. They rank by age, below all pages written from now on. Under the lock. Returns the number of pages
+ * found, less those that they replace. */
 PUBLIC int64_t hicache_adopt(const struct adopt *call)
 {
     const struct table *table = call->table;
@@ -812,9 +811,9 @@ PUBLIC int64_t hicache_adopt(const struct adopt *call)
  * one table of what is known of the sample. A kill in the middle leaves numbers that are a little wrong: each eviction
  * counts anew.
  *
- * Uses are noted in a ring by touch and publish. A page is served only with all pages before it. Where all pages are in
- * the sample the miniatures count so, too; in a part of them each page counts by itself, which makes no difference
- * there: pages before it are used whenever it is, so they outrank it.
+ * touch and publish note uses in a ring. A page is served only with all pages before it. The miniatures count the same
+ * way if all pages are in the sample; in a partial sample each page counts on its own, which makes no difference there:
+ * the pages before it are used whenever it is, so they outrank it.
  */
 
 /* Planes of entries. MOMENT: the clock when the chain was used last << DEPTH_BITS | place in it. HELD: the clock at the

@@ -1,9 +1,9 @@
 /* GET and SET of pages on one connection of Redis, checksums and headers included.
  *
- * It talks as long as the server answers what is expected of a healthy one: the page that was asked for, nothing, or
- * OK. At the first other answer it leaves the connection, which must then be closed, and all pages without a result to
- * page_calls.py, which finds out what is wrong. So nothing here judges a server, or is forgiving: replies are compared
- * with the few that are expected, and no number of a server becomes a length.
+ * It talks as long as the server answers as a healthy one does: the page requested, nothing, or OK. At the first other
+ * answer it leaves the connection, which must then be closed, and all pages without a result to page_calls.py, which
+ * finds out what is wrong. So nothing here judges a server or tolerates errors: replies are compared with the few that
+ * are expected, and no number from a server becomes a length.
  *
  * One thread at a time talks on a socket. Several may share the pages of a call, each with positions of its own.
  */
@@ -37,7 +37,7 @@ struct text {
 static const struct text LINE_END = {"\r\n", 2}, NO_PAGE = {"$-1\r\n", 5}, MISSING = {":0\r\n", 4},
                          STORED = {"+OK\r\n", 5};
 
-/* What is sent and answered around pages of one size. */
+/* What is sent and received around pages of one size. */
 struct page_words {
     int64_t start[2];                            /* The first 16 bytes of every header. */
     struct text get_head, length_head, set_head; /* GET, STRLEN and SET up to the page's name in hexadecimal. */
@@ -211,7 +211,7 @@ static int take(struct talk *talk, struct text one, struct text other)
 
 /* -- GET ----------------------------------------------------------------------------------------------------------- */
 
-/* What lies behind the first `offset` bytes of a segment of a page; of its header, where `segment` is -1. */
+/* Return what follows the first `offset` bytes of a segment of a page, or of its header if `segment` is -1. */
 static struct iovec piece_of(struct talk *talk, int64_t page, int64_t segment, int64_t offset)
 {
     const struct memory *memory = &talk->memory;
@@ -221,7 +221,7 @@ static struct iovec piece_of(struct talk *talk, int64_t page, int64_t segment, i
     return piece(begin + offset, memory->segments[segment] - offset);
 }
 
-/* Receives and hashes a page, whose length was read. What comes behind it is in `rest`. */
+/* Receives and hashes a page, whose length was read. What follows it is in `rest`. */
 static bool receive_page(struct talk *talk, int64_t page)
 {
     const struct memory *memory = &talk->memory;
@@ -268,7 +268,7 @@ static bool receive_page(struct talk *talk, int64_t page)
     return true;
 }
 
-/* Whether what was received is this page. */
+/* Returns whether what was received is this page. */
 static bool is_page(struct talk *talk, int64_t page)
 {
     uint64_t of_header[2];
@@ -330,8 +330,8 @@ static bool send_pages(struct talk *talk, int64_t until, int64_t absent, struct 
     return send_pieces(talk, count);
 }
 
-/* Writes the pages that are not there. `question` ends both rounds: where its answer follows the last reply, no reply
- * was one too many. */
+/* Writes the pages that are missing. `question` ends both rounds: if its answer follows the last reply, there were no
+ * extra replies. */
 static bool set(struct talk *talk)
 {
     const struct talk_pages *call = &talk->call;
@@ -339,7 +339,7 @@ static bool set(struct talk *talk)
     struct text answer = {question.at + question.length - call->answer_length, call->answer_length};
     const int64_t *positions = call->positions;
     int64_t count = call->position_count, absent = 0;
-    /* Of those that are there the payload need not be sent. */
+    /* The payload of pages that are there need not be sent. */
     for (int64_t number = 0; number < count; number++) {
         if (number == talk->sent && !ask(talk, talk->call.words->length_head, count, question))
             return false;
@@ -390,7 +390,7 @@ PUBLIC int64_t hicache_talk_pages(const struct talk_pages *call)
         talk->call = *call;
         talk->memory = (struct memory){call->addresses, call->segments, call->segment_count, call->payload};
         talk->state = state;
-        /* While one page is received or answered another is under way, however large they are. */
+        /* However large pages are, another one is in flight while one is received or answered. */
         talk->most = call->window / size > 2 ? call->window / size : 2;
         status = (call->question == NULL ? get(talk) : set(talk)) ? ENDED : talk->status;
     }

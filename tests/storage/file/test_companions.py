@@ -120,7 +120,7 @@ def test_an_evicted_page_takes_its_companions_with_it_and_nothing_else(index: Sl
     states, others = keys_of(range(0, 20, 2), B), keys_of(range(20), C)
     store(index, states, MIDDLE)
     store(index, others, SMALL)
-    index.go_together({A: [B]})
+    index.set_dependents({A: [B]})
     assert take(index, 4, LARGE)[2] == 6
     assert gone(index, kv) == [0, 1, 2, 3]
     assert gone(index, list(states)) == [0, 1]
@@ -135,7 +135,7 @@ def test_a_page_that_stays_keeps_its_companions(index: SlabIndex) -> None:
     add_slab(index, MIDDLE, 4)
     kv = fill_with_heads(index, 4, LARGE)
     store(index, keys_of(range(4), B), MIDDLE)
-    index.go_together({A: [B]})
+    index.set_dependents({A: [B]})
     assert take(index, 1, LARGE, spared=hash_words([key_of(0)]))[2] == 2
     here = present(index, kv)
     assert here == present(index, keys_of(range(4), B)) and len(here) == 3 and 0 in here
@@ -146,7 +146,7 @@ def test_what_is_evicted_beside_the_kv_leaves_the_kv(index: SlabIndex) -> None:
     add_slab(index, MIDDLE, 4)
     kv = fill_with_heads(index, 4, LARGE)
     store(index, keys_of(range(4), B), MIDDLE)
-    index.go_together({A: [B]})
+    index.set_dependents({A: [B]})
     assert take(index, 2, MIDDLE)[2] == 2
     assert gone(index, kv) == []
 
@@ -156,7 +156,7 @@ def test_cleared_pages_take_nothing_with_them(index: SlabIndex) -> None:
     add_slab(index, MIDDLE, 4)
     fill_with_heads(index, 4, LARGE)
     store(index, keys_of(range(4), B), MIDDLE)
-    index.go_together({A: [B]})
+    index.set_dependents({A: [B]})
     index.clear([A])
     assert take(index, 4, LARGE)[2] == 0
     assert present(index, keys_of(range(4), B)) == [0, 1, 2, 3]
@@ -165,7 +165,7 @@ def test_cleared_pages_take_nothing_with_them(index: SlabIndex) -> None:
 def test_companions_that_are_not_there_or_not_known_change_nothing(index: SlabIndex) -> None:
     add_slab(index, LARGE, 4)
     fill_with_heads(index, 4, LARGE)
-    index.go_together({A: [B, C], C: [A], bytes(16): [A]})
+    index.set_dependents({A: [B, C], C: [A], bytes(16): [A]})
     assert take(index, 1, LARGE)[2] == 1
     store(index, keys_of(range(4), B), LARGE)
     remove(index, keys_of(range(4), B))
@@ -178,7 +178,7 @@ def test_a_slab_that_is_taken_away_takes_the_companions_of_its_pages(index: Slab
     add_slab(index, MIDDLE, 8)
     fill_with_heads(index, 8, LARGE)
     store(index, keys_of(range(8), B), MIDDLE)
-    index.go_together({A: [B]})
+    index.set_dependents({A: [B]})
     assert index.drop_slab(slab)
     assert present(index, keys_of(range(8), B)) == [4, 5, 6, 7]
     assert_no_slot_lost(index)
@@ -227,7 +227,7 @@ def test_a_companion_stays_while_another_page_of_kv_has_its_place(index: SlabInd
     kv = fill_with_heads(index, 4, LARGE)
     store(index, keys_of(range(4), B), MIDDLE)
     store(index, keys_of(range(2), C), SMALL)
-    index.go_together({A: [B], C: [B]})
+    index.set_dependents({A: [B], C: [B]})
     assert take(index, 4, LARGE)[2] == 4 + 2
     assert gone(index, kv) == [0, 1, 2, 3]
     assert present(index, keys_of(range(4), B)) == [0, 1]
@@ -241,7 +241,7 @@ def test_what_expired_takes_nothing_with_it(index: SlabIndex) -> None:
     add_slab(index, MIDDLE, 4)
     store(index, keys_of(range(4)), LARGE, now=1000)
     store(index, keys_of(range(4), B), MIDDLE, now=3000, oldest=2000)
-    index.go_together({A: [B]})
+    index.set_dependents({A: [B]})
     assert store(index, keys_of(range(4)), LARGE, now=3000, oldest=2000) == [1] * 4
     assert present(index, keys_of(range(4), B), oldest=2000) == [0, 1, 2, 3]
 

@@ -665,7 +665,7 @@ def prepared(index: SlabIndex) -> None:
     for number in range(100, 108):
         store(index, [key_of(number)], evict=False)
     store(index, keys_of(range(12, 18), B), evict=False)
-    index.go_together({A: [B]})
+    index.set_dependents({A: [B]})
 
 
 def assert_counts_are_put_right(index: SlabIndex, most: int) -> None:

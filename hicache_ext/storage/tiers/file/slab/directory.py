@@ -2,17 +2,17 @@
 
 ::
 
-    PATH/v3/members                             who is there: each process locks a byte of it (members.py)
+    PATH/v3/members                             which processes use it: each locks a byte (members.py)
     PATH/v3/lock                                bytes to lock: changes of the index, joining, rebuild, notes of clears
     PATH/v3/<member>.sock                       where a process gives the index to others (index_memory.py)
     PATH/v3/slabs/<number>-<slot size>.slab     slots: the payloads of pages
     PATH/v3/slabs/<number>-<slot size>.headers  the headers of those pages, in the order of the slots
     PATH/identities/<identity>.json             the facts behind an identity digest
-    PATH/identities/<identity>.cleared          since when pages of an identity count again (milliseconds)
-    PATH/identities/all.cleared                 the same of all identities
+    PATH/identities/<identity>.cleared          time of an identity's last clear (ms): only later pages count
+    PATH/identities/all.cleared                 the same for all identities
 
-The index is in memory alone (index_memory.py). All names are looked up in the directory that was opened: somebody may
-have removed it since and made another one, which others use.
+The index is only in memory (index_memory.py). All names are looked up in the directory that was opened: somebody may
+have removed it since and made another one, which other processes use.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ logger = logging.getLogger(__name__)
 CHANGING, JOINING, REBUILDING, NOTING = range(4)
 """Bytes of PATH/v3/lock."""
 _JOINING_BOUND = CHANGE_LOCK_BOUND
-"""Seconds that an opening waits for processes that may be stopped."""
+"""Seconds that opening waits for processes that may be stopped."""
 _NO_CHANGE = "a process that changes its index does not go on: stopped, perhaps"
 _REBUILD_AWAITED = 1.0
-"""Seconds for which an opening waits for a rebuild, so that one of some hundred thousand pages is over."""
+"""Seconds that opening waits for a rebuild: enough for some hundred thousand pages."""
 _NOTE = re.compile(rb"([0-9]{13}) ([0-9a-f]{8})")
 """Milliseconds and their checksum."""
 _LONGEST_TICK = 10
-"""Milliseconds by which the time of a file may lie before the time of the clock: a tick of the kernel."""
+"""Milliseconds by which a file's timestamp may lag behind the clock: a tick of the kernel."""
 OPEN_FILES = 512
 """Descriptors of slabs that a process keeps open per path, at most."""
 
 
 class OpenFile:
-    """A file of a slab. It is closed when the last one who uses it lets go of it."""
+    """An open file of a slab, closed when the last reference to it is gone."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -91,19 +91,19 @@ class OpenFile:
 
 
 class SlabDirectory:
-    """One store's own. Thread-safe; close it."""
+    """One store's handle on a directory of slabs. Thread-safe; close it."""
 
     def __init__(self, path: Path, tier: str, capacity: int) -> None:
-        """``capacity`` in bytes bounds the index that is made where nobody has one. Raises OSError, ValueError, and
-        StoreSetupError where the directory is of another layout."""
+        """``capacity`` in bytes bounds the index that is made if no process has one. Raises OSError, ValueError, and
+        StoreSetupError if the directory has another layout."""
         self.path = path = path.resolve()
         self.home = slab_home(path)
-        self._open = functools.lru_cache(OPEN_FILES)(self._open_anew)
+        self._open = functools.lru_cache(OPEN_FILES)(self._open_uncached)
         self._resources = ExitStack()
         try:
             adopt(path, "slab", tier)
-            self._home_fd = self._opened_directory(self.home)
-            self._slabs_fd = self._opened_directory(self.home / "slabs")
+            self._home_fd = self._open_directory(self.home)
+            self._slabs_fd = self._open_directory(self.home / "slabs")
             self._noting = OfdLock(self.home / "lock", NOTING)
             self._resources.callback(self._noting.close)
             self.index = self._join(capacity)
@@ -117,7 +117,7 @@ class SlabDirectory:
     # -- joining and leaving ---------------------------------------------------------------------------------------
 
     def _join(self, capacity: int) -> SlabIndex:
-        """The index that the others have, or a new one. Raises OSError (TimeoutError with a sentence), ValueError."""
+        """Return the others' index, or a new one. Raises OSError (TimeoutError with a sentence), ValueError."""
         joining = OfdLock(self.home / "lock", JOINING)
         try:
             if not joining.acquire(_JOINING_BOUND):
@@ -162,12 +162,12 @@ class SlabDirectory:
                 raise TimeoutError(errno.ETIMEDOUT, _NO_CHANGE) from None
             return index
         finally:
-            # In this order: closing waits for who holds it, and that may be this thread.
+            # Release before closing, which waits for the holder: that may be this thread.
             joining.release()
             joining.close()
 
     def _found_slabs(self) -> list[Slab]:
-        """``slabs_in`` this directory. What has the name of a file of a slab and is none goes. Raises OSError."""
+        """Return ``slabs_in`` this directory, removing what only has the name of a slab file. Raises OSError."""
         slabs, others = slabs_in(Path(f"/proc/self/fd/{self._slabs_fd}"))
         for name in others:
             try:
@@ -178,11 +178,11 @@ class SlabDirectory:
         return slabs
 
     def close(self) -> None:
-        """Release everything. What others use stays."""
+        """Release everything except what other processes use."""
         self._resources.close()
         self.close_files()
 
-    def _opened_directory(self, path: Path) -> int:
+    def _open_directory(self, path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._resources.callback(os.close, fd)
         return fd
@@ -190,9 +190,9 @@ class SlabDirectory:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def create_slab_files(self, slab: Slab) -> None:
-        """Make the files of a slab with all their blocks. Raises OSError (ENOSPC) and leaves no file."""
+        """Make the files of a slab with all their blocks. Raises OSError (ENOSPC) and then leaves no file."""
         try:
-            # The headers first: a rebuild needs them.
+            # Headers first, because a rebuild needs them.
             for file, length in ((SlabFile.HEADERS, slab.headers_size), (SlabFile.SLOTS, slab.size)):
                 self.allocate(slab, file, length)
         except OSError:
@@ -201,7 +201,7 @@ class SlabDirectory:
             raise
 
     def allocate(self, slab: Slab, file: SlabFile, length: int) -> None:
-        """Give a file of a slab this length and all its blocks; a missing one is made. Raises OSError (ENOSPC)."""
+        """Give a file of a slab this length and all its blocks, creating it if missing. Raises OSError (ENOSPC)."""
         access = access_in(self.home / "slabs")
         with opened(_name(slab, file), os.O_RDWR | os.O_CREAT, access.file_mode, dir_fd=self._slabs_fd) as fd:
             settle(fd, access.file_mode)
@@ -210,12 +210,12 @@ class SlabDirectory:
             os.posix_fallocate(fd, 0, length)
 
     def delete_slab_files(self, slab: Slab) -> None:
-        """Delete the files of a dropped slab; their blocks are free at once, also while others have them open."""
+        """Delete the files of a dropped slab. Their blocks are free immediately, even while others have them open."""
         failed: OSError | None = None
         for file in (SlabFile.SLOTS, SlabFile.HEADERS):
             name = _name(slab, file)
             try:
-                # Others may have it open for a while: an empty file takes no space. What is no file has another's name.
+                # Others may keep it open for a while: an empty file takes no space. A non-file is only unlinked.
                 with suppress(OSError), opened(name, os.O_WRONLY, dir_fd=self._slabs_fd) as fd:
                     os.ftruncate(fd, 0)
                 os.unlink(name, dir_fd=self._slabs_fd)
@@ -227,7 +227,7 @@ class SlabDirectory:
             raise failed
 
     def has_files(self, slab: Slab) -> bool:
-        """Whether both are there. Raises OSError."""
+        """Return whether both files exist. Raises OSError."""
         try:
             for file in (SlabFile.SLOTS, SlabFile.HEADERS):
                 os.stat(_name(slab, file), dir_fd=self._slabs_fd, follow_symlinks=False)
@@ -237,40 +237,40 @@ class SlabDirectory:
 
     @contextmanager
     def opened(self, slab: Slab, file: SlabFile = SlabFile.SLOTS) -> Iterator[int]:
-        """A descriptor of a file of the slab; valid inside, and kept open. Raises OSError."""
+        """Yield a descriptor of a file of the slab, valid inside the block; it stays cached. Raises OSError."""
         opened = self._open(slab, file)
         yield opened.fd
 
     def open_all(self, slabs: Sequence[Slab], file: SlabFile, *, headers: bool) -> tuple[Words, list[OpenFile]]:
-        """``opened`` for those of these slabs that can be opened, as long as the files returned are held: a row per
-        slab for moves.c, with number, descriptor, that of its headers (-1: none), first row."""
+        """Open those of these slabs that can be opened. Return a row per slab for moves.c (number, descriptor, that of
+        its headers or -1, first row), and the files that the caller holds while it uses the descriptors."""
         used: list[OpenFile] = []
         rows: list[tuple[int, int, int, int]] = []
         for slab in slabs:
             with suppress(OSError):
                 used.append(self._open(slab, file))
-                fd, of_headers = used[-1].fd, -1
+                fd, headers_fd = used[-1].fd, -1
                 if headers:
                     used.append(self._open(slab, SlabFile.HEADERS))
-                    of_headers = used[-1].fd
-                rows.append((slab.number, fd, of_headers, slab.first_row))
+                    headers_fd = used[-1].fd
+                rows.append((slab.number, fd, headers_fd, slab.first_row))
         return np.array(rows, np.int64).reshape(-1, 4), used
 
-    def _open_anew(self, slab: Slab, file: SlabFile) -> OpenFile:
+    def _open_uncached(self, slab: Slab, file: SlabFile) -> OpenFile:
         flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_DIRECT if file is SlabFile.DIRECT else 0
         return OpenFile(os.open(_name(slab, file), flags, dir_fd=self._slabs_fd))
 
     def close_files(self) -> None:
-        """Let go of all files of slabs, as one is dropped. No two slabs have one number: a file of one that others
-        drop takes no space, and is let go of by and by."""
+        """Drop all cached files of slabs when one slab is dropped. Slab numbers are unique, so a file of a slab that
+        others drop does no harm: it takes no space, and leaves the cache in time."""
         self._open.cache_clear()
 
     # -- identities ------------------------------------------------------------------------------------------------
 
     def note_cleared(self, digest: bytes, moment: int) -> None:
-        """Note that an identity, or EVERY one, was cleared (milliseconds), so that a rebuild does not bring its pages
-        back. A later clear() that is noted already stays. It survives a power loss after ``sync_cleared``. Raises
+        """Note when an identity, or EVERY one, was cleared (milliseconds), so that a rebuild does not bring its pages
+        back. The note of a later clear() is kept. The note survives a power loss after ``sync_cleared``. Raises
         OSError."""
         place = _cleared_path(self.path, digest)
         if not self._noting.acquire(CHANGE_LOCK_BOUND):
@@ -289,8 +289,8 @@ class SlabDirectory:
 
 
 def slabs_in(place: Path) -> tuple[list[Slab], set[str]]:
-    """The slabs that are there, by their names and the sizes of both files; and what has the name of such a file and is
-    none. Raises OSError."""
+    """Return the slabs in a directory, judged by names and sizes of both files, and the names of entries that are named
+    like a slab file but are not one. Raises OSError."""
     names = {name for name in os.listdir(place) if SLAB_FILE.fullmatch(name)}
     sizes: dict[str, int] = {}
     for name in names:
@@ -304,7 +304,7 @@ def slabs_in(place: Path) -> tuple[list[Slab], set[str]]:
         number, slot_size, headers = int(match[1], 16), int(match[2]), f"{name.removesuffix('slab')}headers"
         sound = match[3] == "slab" and number <= LARGEST_NUMBER and number not in found and headers in sizes
         if sound and 0 < slot_size <= LARGEST_SLOT and slot_size % BLOCK == 0 and len(found) < MOST_SLABS:
-            # One of both may have been cut, or have grown by a hole.
+            # Either file may have been cut, or extended by a hole.
             slots = min(sizes[name] // slot_size, sizes[headers] // HEADER)
             if slots:
                 found[number] = Slab(number, slot_size, slots)
@@ -313,7 +313,7 @@ def slabs_in(place: Path) -> tuple[list[Slab], set[str]]:
 
 
 def cleared_at(path: Path, digest: bytes) -> int:
-    """When an identity was cleared last (ms), alone or with all: only later pages count. -1: never cleared."""
+    """Return when an identity was last cleared (ms), alone or with all: only later pages count. -1: never cleared."""
     return max(_noted(_cleared_path(path, digest)), _noted(_cleared_path(path, EVERY)))
 
 
@@ -329,7 +329,7 @@ def _noted(file: Path) -> int:
     whole = _NOTE.fullmatch(content)
     if whole is not None and _note(int(whole[1])).encode() == content:
         return int(whole[1])
-    # A spoilt file still has the time at which it was written, at most a tick too early.
+    # A damaged file still tells when it was written, at most a tick too early.
     return written + _LONGEST_TICK
 
 
@@ -346,10 +346,10 @@ def _name(slab: Slab, file: SlabFile) -> str:
 _PORTION = 1 << 13
 """Headers read at once: 1 MiB."""
 _REBUILD_INTERVAL = 0.5
-"""Seconds between two looks whether the process that rebuilds has ended."""
+"""Seconds between two checks whether the process that rebuilds has ended."""
 _LOG_INTERVAL = 10.0
 _LOST = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.EFBIG)
-"""Errors of a slab whose files are not whole and cannot be made so."""
+"""Errors of a slab whose files are incomplete and cannot be repaired."""
 _OUR_OWN = (
     errno.EMFILE,
     errno.ENFILE,
@@ -360,17 +360,17 @@ _OUR_OWN = (
     errno.EACCES,
     errno.EPERM,
 )
-"""Errors that say nothing of the slab."""
+"""Errors of this process, which say nothing about the slab."""
 _MOST_FAILURES = 6
-"""How often a slab may fail for another reason (EIO), over some seconds."""
+"""Attempts, over some seconds, after which a slab that fails for another reason (EIO) is given up."""
 
 
 class Rebuild:
-    """Makes an index anew from the headers of the pages, in the background, while the tier serves what was found.
+    """Rebuilds an index from the headers of the pages, in the background, while the tier serves the pages found.
 
-    Slots that were not looked at yet are UNKNOWN: nobody reads or takes them. One process at a time does it, under
-    a lock that the kernel takes back; when it ends, another one goes on with the slabs that are left. Payloads are
-    checked when they are read.
+    Slots not read yet are UNKNOWN: nobody reads or takes them. One process at a time rebuilds, under a lock that the
+    kernel releases when the process ends; another one then continues with the remaining slabs. Payloads are checked
+    when they are read.
     """
 
     def __init__(self, tier: str, directory: SlabDirectory, lock: OfdLock) -> None:
@@ -381,16 +381,16 @@ class Rebuild:
         self._begun = self._logged = time.monotonic()
         self._slots = 0
         self._failures: dict[int, int] = {}
-        """Number of a slab -> how often it could not be read."""
+        """Slab number -> how often the slab could not be read."""
         self._bad: set[int] = set()
         """Numbers of slabs with damaged headers."""
-        self._told: Callable[[int], object] = lambda _: None
+        self._report_damage: Callable[[int], object] = lambda _: None
         self._loop = BackgroundLoop(f"hicache-{tier}-rebuild", self._step, Backoff(0.1, 5.0))
         if not self._index.rebuilt:
             self._loop.wake()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end; False when it does not come in time."""
+        """Wait for the end of the rebuild; return False if it does not come in time."""
         deadline = time.monotonic() + seconds
         while not self._index.rebuilt:
             if time.monotonic() >= deadline:
@@ -398,11 +398,11 @@ class Rebuild:
             time.sleep(0.002)
         return True
 
-    def tell_of_damage(self, told: Callable[[int], object]) -> None:
-        """Have ``told`` hear the number of each slab with damaged headers."""
-        self._told = told
+    def tell_of_damage(self, report: Callable[[int], object]) -> None:
+        """Call ``report`` with the number of each slab with damaged headers, past and future."""
+        self._report_damage = report
         for number in list(self._bad):
-            told(number)
+            report(number)
 
     def close(self) -> None:
         self._loop.stop()
@@ -417,15 +417,15 @@ class Rebuild:
             slabs = self._index.unknown_slabs()
             self._slots = sum(slab.slots for slab in slabs)
             logger.info("tier %s: %s: the index is made anew: %d slots", self._tier, self._directory.path, self._slots)
-            done, left = 0, False
+            done, incomplete = 0, False
             for slab in slabs:
-                if not self._look_at(slab, done):
+                if not self._scan(slab, done):
                     if self._loop.stopping:
                         return None
-                    # The others need not wait for it.
-                    left = True
+                    # The other slabs need not wait for it.
+                    incomplete = True
                 done += slab.slots
-            if left:
+            if incomplete:
                 return RETRY
             self._index.end_rebuild()
             logger.info(
@@ -439,8 +439,8 @@ class Rebuild:
         finally:
             self._lock.release()
 
-    def _look_at(self, slab: Slab, done: int) -> bool:
-        """Find the pages of one slab; False when it is not done."""
+    def _scan(self, slab: Slab, done: int) -> bool:
+        """Find the pages of one slab; return False if it is not finished."""
         try:
             self._directory.allocate(slab, SlabFile.HEADERS, slab.headers_size)
             self._directory.allocate(slab, SlabFile.SLOTS, slab.size)
@@ -450,26 +450,26 @@ class Rebuild:
                         return False
                     count = min(_PORTION, slab.slots - begin)
                     self._adopt(slab, begin, read_headers(fd, begin, count))
-                    self._say(done + begin + count)
+                    self._log_progress(done + begin + count)
         except OSError as error:
             if not self._is_lost(slab, error):
                 return False
-            # Without blocks, or headers that can be read: its pages are lost, and its room is free.
+            # Its blocks are missing or its headers cannot be read: its pages are lost, and its room becomes free.
             logger.warning("tier %s: %s: slab %d: %s", self._tier, self._directory.path, slab.number, error)
             if not self._index.drop_slab(slab):
-                # A slot of it is being written.
+                # One of its slots is being written.
                 return False
             self._directory.delete_slab_files(slab)
             self._index.forget_slab(slab)
             return True
         self._index.end_slab(slab)
         if slab.number in self._bad:
-            self._told(slab.number)
+            self._report_damage(slab.number)
         return True
 
     def _is_lost(self, slab: Slab, error: OSError) -> bool:
-        """Whether an error says that a slab has no blocks, or that it is no slab; and not that this process is short of
-        something, or that a device hiccups. One whose errors do not end is lost, too."""
+        """Return whether an error means that a slab has no blocks or is no slab, rather than that this process lacks a
+        resource or that a device hiccups. A slab whose errors do not end is lost, too."""
         if error.errno in _LOST:
             return True
         self._failures[slab.number] = failures = self._failures.get(slab.number, 0) + 1
@@ -482,25 +482,25 @@ class Rebuild:
         seals, valid = checked_headers(headers)
         first = slab.first_row + begin
         states = self._index.memory.rows[first : first + len(headers), STATE] & STATES
-        # What an earlier look has counted is not unknown any more.
+        # Headers counted by an earlier scan are no longer UNKNOWN.
         if bad := int((headers.any(axis=1) & ~valid & (states == UNKNOWN)).sum()):
             self._bad.add(slab.number)
-            # For all processes: nobody else sees the headers.
+            # Count them for all processes, which do not read the headers.
             self._index.memory.header[BAD_HEADERS] += bad
         keys = np.ascontiguousarray(headers[:, KEY])
         numbers = np.full(len(headers), -1, np.int64)
-        left = valid.copy()
-        while left.any():
-            # Mostly all are of one identity.
-            words = keys[int(left.argmax()), :2]
-            same = left & (keys[:, 0] == words[0]) & (keys[:, 1] == words[1])
+        remaining = valid.copy()
+        while remaining.any():
+            # All mostly have the same identity.
+            words = keys[int(remaining.argmax()), :2]
+            same = remaining & (keys[:, 0] == words[0]) & (keys[:, 1] == words[1])
             digest = words.tobytes()
             numbers[same] = self._index.register([digest])[digest]
-            left &= ~same
+            remaining &= ~same
         lengths, created = (np.ascontiguousarray(headers[:, word]) for word in (PAYLOAD_LENGTH, CREATED_MS))
         self._index.adopt(slab, begin, keys, numbers, lengths, created, seals.view(np.int64))
 
-    def _say(self, done: int) -> None:
+    def _log_progress(self, done: int) -> None:
         if time.monotonic() - self._logged >= _LOG_INTERVAL:
             self._logged = time.monotonic()
             words = "tier %s: %s: the index is made anew: %d of %d slots, %d pages"

@@ -1,20 +1,18 @@
-"""The memory of an index, which all processes on a directory map: words, and no file of the disk.
+"""The memory of an index, mapped by all processes on a directory: words that are not in any file on disk.
 
-It is a memfd. Whoever comes first to a directory makes it; others get its descriptor over a Unix socket in the
-directory. It goes when the last process has gone, and the next one makes it anew from the headers of the pages
-(``Rebuild``). So nothing of it can be damaged, be cut or vanish with a disk: mapped memory of a file of a device that
-dies ends the process (SIGBUS).
+It is a memfd. The first process on a directory makes it; others get its descriptor over a Unix socket in the directory.
+It disappears with the last process, and the next one rebuilds it from the headers of the pages (``Rebuild``). So none
+of it can be damaged, cut or lost with a disk: mapping a file of a device that dies would end the process (SIGBUS).
 
-Others hand it over, so what is no such memory is never mapped, and where slabs lie is looked at before it is believed
-(``slab_table``). What the words of the other parts say is checked where they are used (index_words.py).
+Other processes hand it over, so a descriptor of anything else is never mapped, and the positions of slabs are checked
+before use (``slab_table``). The words of the other parts are checked where they are used (index_words.py).
 
 Its parts are as large as the directory may ever need, and take memory only where they were written: 64 bytes a slot in
 ``rows``, 18 to 37 in ``sets``; 1.6 MiB for the miniatures. What the words mean: index_words.py.
 
-Each process listens at ``<its id>.sock`` (members.py). Who joins asks those that live and that it trusts
-(``_is_trusted``), all simultaneously, and takes the first answer. A socket in a directory is found by its path alone:
-from any PID, network or UTS namespace that has the directory. A process that is stopped does not answer, and costs a
-bounded wait.
+Each process listens at ``<its id>.sock`` (members.py). A joining process asks all live ones that it trusts
+(``_is_trusted``) simultaneously, and takes the first answer. A socket in a directory is found by its path alone, from
+any PID, network or UTS namespace that has the directory. A stopped process does not answer, and costs a bounded wait.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from hicache_ext.storage.tiers.file.slab import index_words
 from hicache_ext.storage.tiers.file.slab.index_words import Table, Words
 
 INDEX_FORMAT = 0x68696361 << 8 | 16
-"""Processes of another format cannot share an index; they have a directory of their own then (layouts.py)."""
+"""Processes with another format cannot share an index; they get a directory of their own (layouts.py)."""
 
 _BLOCK = 4096
 _WORD = 8
@@ -54,7 +52,7 @@ MOST_SLABS = 4096
 _MOST_IDENTITIES = 1 << 20
 _LEAST_ROWS = 1 << 16
 _ROWS_PER_SET = 7
-"""At most, on average: one page in a thousand finds no place among the 16 of its set and takes that of a colder one."""
+"""Maximum, on average: one page in a thousand finds no place among the 16 of its set and replaces a colder one."""
 _BYTES_PER_GHOST = 8192
 _MOST_GHOSTS = 1 << 20
 _LEAST_GHOSTS = 1 << 15
@@ -69,14 +67,14 @@ class IndexMemory:
     """The mapped words. Threads: any."""
 
     def __init__(self, fd: int, *, to_change: bool = True) -> None:
-        """Maps the memory behind ``fd``, which is closed. Raises OSError, ValueError where it is no index of this
+        """Map the memory behind ``fd``, and close ``fd``. Raises OSError, and ValueError if it is not an index of this
         format."""
         try:
             status = os.fstat(fd)
             length = status.st_size
             if length < _HEADER_BYTES:
                 raise ValueError("too short for an index")
-            # A file can be cut, and huge pages can be lacking: either ends the process that looks.
+            # A file can be cut, and huge pages can run out: accessing either would then end the process.
             if status.st_dev != _device_of_memory() or ~fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ValueError("not the sealed memory of an index")
             access = mmap.PROT_READ | (mmap.PROT_WRITE if to_change else 0)
@@ -84,7 +82,7 @@ class IndexMemory:
         finally:
             os.close(fd)
         with suppress(OSError, ValueError):
-            # Not for core dumps: it names what prompts people have sent.
+            # Keep it out of core dumps: it identifies prompts that people have sent.
             mapped.madvise(getattr(mmap, "MADV_DONTDUMP", 16))
         self._mapped = mapped
         all_words: Words = np.frombuffer(mapped, np.int64)
@@ -101,16 +99,16 @@ class IndexMemory:
         self._rows_at = _parts(rows_most, ghost_sets)[-1][0] * _WORD
 
     def close(self) -> None:
-        """Give the memory back, where no thread uses it any more; later uses raise AttributeError."""
+        """Release the memory once no thread uses it any more; later uses raise AttributeError."""
         for name in [name for name, part in vars(self).items() if isinstance(part, np.ndarray | Table)]:
             delattr(self, name)
-        # A thread that was left behind keeps it until it ends.
+        # A thread left behind keeps it mapped until it ends.
         with suppress(BufferError):
             self._mapped.close()
 
     def slab_table(self) -> Words:
-        """A copy of the slabs, without those (NO_SLAB) that cannot be: outside of the rows, in rows of another one, or
-        of a number or slot size that no slab has. Nothing else is to be believed of where a slab is."""
+        """Return a copy of the slabs, with impossible ones set to NO_SLAB: outside the rows, overlapping another one,
+        or with an invalid number or slot size. Trust nothing else about where a slab is."""
         table = self.slabs.copy()
         number, size, slots, first = table[
             :, [index_words.SLAB_NUMBER, index_words.SLOT_SIZE, index_words.SLOTS, index_words.FIRST]
@@ -127,13 +125,13 @@ class IndexMemory:
             behind = 0
             for position in positions.tolist():
                 there[position] = first[position] >= behind
-                # Of one that counts: or all that is made beside it would not count either.
+                # Only valid slabs reserve their rows: otherwise new slabs that overlap an invalid one would be dropped.
                 behind = int(ends[position]) if there[position] else behind
         table[~there] = 0
         return table
 
     def forget_rows(self, first: int, count: int) -> None:
-        """Set rows to zero and give their memory back, which they never took where nobody wrote them."""
+        """Set rows to zero and release their memory; rows that nobody wrote never took any."""
         begin, end = self._rows_at + first * _ROW_BYTES, self._rows_at + (first + count) * _ROW_BYTES
         inner, behind = begin + -begin % _BLOCK, end - end % _BLOCK
         if inner < behind:
@@ -144,13 +142,13 @@ class IndexMemory:
             self.rows[first : first + count] = 0
 
     def sets_for(self, slots: int) -> int:
-        """The sets that so many slots want: a power of two, or some would have twice as many pages as others."""
+        """Return the sets that ``slots`` want: a power of two, or some would have twice as many pages as others."""
         return max(index_words.LEAST_SETS, min(len(self.sets), _power_of_two(-(-slots // _ROWS_PER_SET))))
 
 
 def new_index(capacity: int) -> int:
-    """The descriptor of the memory of an empty index, for slabs of up to twice ``capacity`` bytes and more where slots
-    are larger than a block. Raises OSError."""
+    """Make the memory of an empty index and return its descriptor. It has room for slabs of up to twice ``capacity``
+    bytes, and more if slots are larger than a block. Raises OSError."""
     rows_most = max(_LEAST_ROWS, 2 * capacity // _BLOCK)
     rows_most += -rows_most % 512
     ghosts = min(max(capacity // _BYTES_PER_GHOST, _LEAST_GHOSTS), _MOST_GHOSTS)
@@ -159,7 +157,7 @@ def new_index(capacity: int) -> int:
     fd = os.memfd_create("hicache-ext-index", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, _size(rows_most, ghost_sets))
-        # Nobody who gets it can cut it: memory beyond an end is a SIGBUS.
+        # No receiver can cut it: access past the end would be a SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         header = np.zeros(index_words.HEADER_WORDS, np.int64)
         header[index_words.FORMAT] = INDEX_FORMAT
@@ -174,7 +172,7 @@ def new_index(capacity: int) -> int:
 
 @functools.cache
 def _device_of_memory() -> int:
-    """The device of all memory that ``new_index`` makes, and of no file."""
+    """Return the device of all memory that ``new_index`` makes; no file has it."""
     fd = os.memfd_create("hicache-ext-device", os.MFD_CLOEXEC)
     try:
         return os.fstat(fd).st_dev
@@ -187,14 +185,14 @@ def _power_of_two(at_least: int) -> int:
 
 
 def _parts(rows_most: int, ghost_sets: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Where each part begins, in words, and its shape."""
+    """Return where each part begins, in words, and its shape."""
     shapes: Sequence[tuple[int, ...]] = (
         (index_words.HEADER_WORDS,),
         (MOST_SLABS, index_words.SLAB_WORDS),
         (_MOST_IDENTITIES, index_words.IDENTITY_WORDS),
         # Ghosts.
         (3, ghost_sets, index_words.WAYS),
-        # Uses that the miniatures have yet to look at: a ring; what they know, and of which pages.
+        # A ring of uses that the miniatures have not processed; what the miniatures know; the pages they know.
         (_EVENTS, 2),
         (index_words.SMALL_WORDS,),
         (index_words.ENTRY_WORDS, _SMALL_SETS, index_words.WAYS),
@@ -228,13 +226,13 @@ _PAUSE_OF_ASKING = 0.02
 
 
 class IndexSharing:
-    """Answers all who ask for the memory of an index, on a thread of its own, until it is closed.
+    """Hands the memory of an index to all who ask, on a thread of its own, until it is closed.
 
-    Not in a child that Python forked: it makes another one, under its own id."""
+    It does not serve in a forked child, which makes another one under its own id."""
 
     def __init__(self, home: Path, home_fd: int, member: int, fd: int) -> None:
-        """``home_fd``: the open directory ``home``. ``fd``: the memory, which belongs to this object from now on.
-        Raises OSError where the file system has no sockets, or the machine no thread left."""
+        """``home_fd`` is the open directory ``home``; ``fd`` is the memory, which this object now owns. Raises OSError
+        if the file system has no sockets, or the machine no thread left."""
         self._fd = fd
         self._is_inherited = False
         self._home_fd = home_fd
@@ -245,7 +243,7 @@ class IndexSharing:
             self._socket = unless_served.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._name, dir_fd=home_fd)
-            # Through the descriptor: a path may be longer than a socket's name.
+            # Bind through the descriptor, because the path may be too long for a socket's name.
             self._socket.bind(f"/proc/self/fd/{home_fd}/{self._name}")
             os.chmod(self._name, access_in(home).file_mode, dir_fd=home_fd)
             self._socket.listen(64)
@@ -266,7 +264,7 @@ class IndexSharing:
         os.close(self._fd)
 
     def after_fork_in_child(self) -> None:
-        # Name and socket are the parent's: to remove or shut them down would end them there.
+        # Name and socket belong to the parent: removing or shutting them down here would end them there.
         self._is_inherited = True
         self._socket.close()
 
@@ -279,33 +277,33 @@ class IndexSharing:
             except OSError as error:
                 if error.errno not in _SHORTAGES:
                     return
-                # Others still come by this process, once it has a descriptor again.
+                # Others can ask again once this process has a free descriptor.
                 time.sleep(_PAUSE)
                 continue
             with connection, contextlib.suppress(OSError):
-                # It is empty: this never waits.
+                # The socket's buffer is empty, so this never blocks.
                 socket.send_fds(connection, [_GREETING], [self._fd])
 
 
 def shared_index(home_fd: int, members: Sequence[int], seconds: float) -> int | None:
-    """The descriptor of the memory that these members have; None where none of them that is trusted answers within
+    """Return the descriptor of the memory that these members share; None if no trusted one answers within
     ``seconds``."""
     deadline = time.monotonic() + seconds
     waiting: dict[int, socket.socket] = {}
     try:
         for member in members:
-            asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            asked.setblocking(False)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)
             try:
-                asked.connect(f"/proc/self/fd/{home_fd}/{_name_of(member)}")
-                trusted = _is_trusted(asked, home_fd)
+                connection.connect(f"/proc/self/fd/{home_fd}/{_name_of(member)}")
+                trusted = _is_trusted(connection, home_fd)
             except OSError:
-                # It is going, or its queue is full.
+                # The member is ending, or its queue is full.
                 trusted = False
             if not trusted:
-                asked.close()
+                connection.close()
                 continue
-            waiting[asked.fileno()] = asked
+            waiting[connection.fileno()] = connection
         poll = select.poll()
         for number in waiting:
             poll.register(number, select.POLLIN)
@@ -317,14 +315,14 @@ def shared_index(home_fd: int, members: Sequence[int], seconds: float) -> int | 
                 poll.unregister(number)
                 waiting.pop(number).close()
     finally:
-        for asked in waiting.values():
-            asked.close()
+        for connection in waiting.values():
+            connection.close()
     return None
 
 
 def index_of_others(home: Path, home_fd: int, seconds: float) -> tuple[int | None, list[int]]:
-    """``shared_index`` of the processes that use the directory ``home``, asked for so long; and who they are. One that
-    is starting or ending has no socket."""
+    """Ask the processes that use the directory ``home`` for ``shared_index`` until ``seconds`` have passed; return it
+    and their ids. A process that is starting or ending has no socket, so the request is repeated."""
     deadline = time.monotonic() + seconds
     while living := living_members(home / "members"):
         left = deadline - time.monotonic()
@@ -345,23 +343,23 @@ def remove_left_sockets(home_fd: int, living: Sequence[int]) -> None:
                     os.unlink(name, dir_fd=home_fd)
 
 
-def _is_trusted(asked: socket.socket, home_fd: int) -> bool:
-    """Whether what the other end gives may be taken for the index of this directory: it runs under this account, root
-    or the owner of the directory; or, where the directory is for a group and this account is in it, under one that is,
-    too. So a tool of root believes the owner alone. Raises OSError."""
+def _is_trusted(connection: socket.socket, home_fd: int) -> bool:
+    """Return whether to accept what the other end gives as the index of this directory: it runs as this account, root
+    or the owner of the directory; or, if the directory is shared with a group that this account is in, as a member of
+    that group, too. So a tool run by root trusts only root and the owner. Raises OSError."""
     home = os.fstat(home_fd)
-    _, uid, gid = _CREDENTIALS.unpack(asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid in (0, os.geteuid(), home.st_uid):
         return True
     if not is_for_group(home) or home.st_gid not in (os.getegid(), *os.getgroups()):
         return False
-    groups = asked.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
+    groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
     return home.st_gid in (gid, *struct.unpack(f"{len(groups) // 4}I", groups))
 
 
-def _received(asked: socket.socket) -> int | None:
+def _received(connection: socket.socket) -> int | None:
     try:
-        greeting, fds, _, _ = socket.recv_fds(asked, len(_GREETING), 1)
+        greeting, fds, _, _ = socket.recv_fds(connection, len(_GREETING), 1)
     except OSError:
         return None
     if greeting == _GREETING and len(fds) == 1:

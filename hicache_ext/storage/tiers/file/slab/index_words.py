@@ -1,19 +1,19 @@
 """The words of an index (index_memory.py): what they mean, and the operations on them, which are C (native/table.c).
 
-All words are int64. ``rows``: a row per slot; what is true. ``sets``: a hash table of the pages, WAYS entries a set.
-Nothing has to be made anew after a kill, because nothing follows from anything else:
+All words are int64. ``rows`` has a row per slot and is authoritative. ``sets`` is a hash table of the pages, WAYS
+entries per set. Nothing needs repair after a kill, because no part must agree with another:
 
-  - an entry of a set counts only if the row that it names says the same, and is replaced otherwise;
-  - a page that no entry names is not found, and its slot is used again when it is cold;
-  - how many slots of a slab are free is only a hint where to look for some.
+  - an entry of a set counts only if the row that it names agrees, and is replaced otherwise;
+  - a page that no entry names is not found, and its slot is reused when it is cold;
+  - the number of free slots of a slab is only a hint where to look for some.
 
 A row says PENDING until all of it is written; one store then makes it a page.
 
-Callers hold the change lock, except those of ``locate``, ``touch`` and ``ranks``: they may read words that change, so
-an answer may be about a page that has just gone or come. What is read from a slot is checked by its seal.
-``numbers``: of identities, one for all pages or one each, -1 for an unknown one.
+Callers hold the change lock, except those of ``locate``, ``touch`` and ``ranks``: they may read changing words,
+so an answer may be about a page that has just gone or come. The seal checks what is read from a slot.
+``numbers``: numbers of identities, one for all pages or one each, -1 for an unknown one.
 ``oldest``: pages written before it (wall-clock milliseconds) are as good as gone.
-``capacity``: slots, of all sizes. Arrays are contiguous words.
+``capacity``: slots of all sizes. Arrays are contiguous words.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ GENERATIONS = 0xFFFFFFFF
     NO_SPACE_SINCE,
     TWICE_TTL,
 ) = range(22)
-"""Words of the header. SETS: in use. SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were looked
-at; FOUND: pages found by that. ALL_CLEARED: what was written up to then (milliseconds) was cleared, of every identity.
-IDENTITIES: so many are known. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the candidate of
-eviction.py that pages rank by now; TO_RANK: rows before this one may rank by another one yet. EVENTS: so many were
-noted for the miniatures, LEARNED: and so many of them were looked at; SEEN: uses of all pages, in the sample or not,
-that found a place. BAD_HEADERS: damaged ones, met by the rebuild. NO_SPACE_SINCE: since when (seconds) no slab finds
-room on the disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
+"""Words of the header. SETS: sets in use. SLAB_CHANGES: counts changes of the slabs. REBUILT: 1 once all slabs were
+read; FOUND: pages found by that. ALL_CLEARED: pages of any identity written up to then (milliseconds) were cleared.
+IDENTITIES: number of known ones. INSERTS, DISTANCE_SUM, REUSES: the clock of eviction.py. POLICY: the candidate of
+eviction.py that pages rank by now; TO_RANK: rows before this one may still rank by another one. EVENTS: number of uses
+noted for the miniatures; LEARNED: number of those processed; SEEN: uses of all pages, in the sample or not, that found
+a place. BAD_HEADERS: damaged headers met by the rebuild. NO_SPACE_SINCE: when (seconds) slabs began to find no room on
+the disk; or 0. TWICE_TTL: milliseconds, 0 without one: a page is valid as long after the oldest one that is."""
 HEADER_WORDS = 64
 
 SLAB_NUMBER, SLOT_SIZE, SLOTS, FIRST, SLAB_STATE, FREE_SLOTS, CURSOR, OF = range(8)
-"""Words of a slab: its number; bytes of a slot; slots; the row of slot 0; below; at least so many slots are free,
-perhaps; where free ones are looked for; the member that makes or drops it."""
+"""Words of a slab: its number; bytes of a slot; slots; the row of slot 0; its state, see below; a hint of how many
+slots are free; the slot where the search for free ones starts; the member that makes or drops it."""
 SLAB_WORDS = 8
 NO_SLAB, MAKING, READY, SCANNING, DROPPING = range(5)
 
 DIGEST, _SECOND_OF_DIGEST, GENERATION, CLEARED, HITS, LAST, WRITTEN = range(7)
-"""Words of an identity: two of its digest; its generation; pages written up to then (milliseconds) were cleared; pages
-hit, and when last (seconds); whether pages were written since it was cleared."""
+"""Words of an identity: two of its digest; its generation; the time (milliseconds) up to which its pages were cleared;
+hits, and the time of the last (seconds); whether pages were written since it was cleared."""
 IDENTITY_WORDS = 8
 
 TENANT_NAME, TENANT_PAGES = range(2)
@@ -93,8 +93,8 @@ TENANT_NAME, TENANT_PAGES = range(2)
 ones included; a kill may make it wrong by one. Number 0 is the default tenant."""
 TENANTS, TENANT_WORDS, TENANT_SHIFT = 64, 2, 32
 WRITER, EVICTED = TENANTS, TENANTS + 1
-"""Of a tenancy, which says for whom slots are taken: behind the slots that are each tenant's share, the number of the
-one that writes, -1 for nobody; and pages evicted of each."""
+"""Words of a tenancy, which says for whom slots are taken: after each tenant's share in slots, the number of the
+writer, -1 for nobody; then the pages evicted from each tenant."""
 TENANCY_WORDS = EVICTED + TENANTS
 
 WAYS = 16
@@ -108,16 +108,16 @@ SAMPLE = (1 << 20) - 1
 HASH_OF_EVENT, MOMENT_OF_EVENT = range(2)
 """Words of an event: HASH of a page that was used or written; the clock << DEPTH_BITS | its place in the chain."""
 NO_PAGE = eviction.MAX_PRIORITY
-"""The rank of a slot that cannot be taken now."""
+"""Rank of a slot that cannot be taken now."""
 AT_ONCE = -1
-"""The rank of a slot that is free, or holds what nobody can ask for any more."""
+"""Rank of a slot that is free, or holds a page that nobody can request any more."""
 
 IN_ORDER, ONE_LENGTH, ONE_SLAB, FACTS = 1, 2, 4, 3
-"""Facts about all pages that ``locate`` found, so many bits below their number: their places ascend; they have one
-payload length; they are in one slab."""
+"""Facts about all pages that ``locate`` found, in the lowest FACTS bits of its result, below their number: their places
+ascend; they have one payload length; they are in one slab."""
 
 ROW = (1 << 40) - 1
-"""The bits of an entry that say its row, plus 1; above them is a tag."""
+"""Bits of an entry that hold its row plus 1; above them is a tag."""
 _LOW = (1 << 32) - 1
 LEAST_SETS = 64
 
@@ -130,47 +130,47 @@ LEAST_SETS = 64
 
 CANDIDATES = len(eviction.POLICIES)
 SCALES = (1, 4, 8)
-"""Halves of the tier's capacity: of the miniatures behind the candidates, which go by the policy of now: the curve."""
+"""Capacities (halves of the tier's) of the miniatures after the candidates, which give the current policy's curve."""
 SAMPLED_SLOTS = 1 << 12
-"""Slots of a miniature at the tier's capacity, at most."""
+"""Maximum slots of a miniature at the tier's capacity."""
 ENTRY_WORDS, SMALL_WORDS = 3, 128
 HELD = 2
-"""Of an entry the word with two bits for each miniature."""
+"""Word of an entry that holds two bits for each miniature."""
 SCORES, MINIATURE_HITS, USES, SERVED, EXPECTED, NEXT, SWITCHES, SETS_USED = 8, 16, *range(24, 30)
 LATELY, NEXT_STOCK, LAST_SCORES, NOISE, LAST_NOISE = 32, 43, 48, 64, 96
-"""Of the words ``small``: hits of each candidate of late, in 65,536ths; hits of each miniature; uses seen; those that
-the policy of that time had; the uses of all pages that fall to the sample, times SAMPLE + 1; the clock at the next
-comparison; changes of policy; sets of entries in use; hits of each candidate since the last comparison; the clock at
-which all that is there counts as kept; hits of each candidate in the last moments alone; of each two candidates squares
-of how many hits one had more between two comparisons, added up like SCORES and like LAST_SCORES."""
+"""Positions in the words ``small``: fading sums of each candidate's hits, in 65,536ths; hits of each miniature; uses
+seen; hits of the policy in force at each use; the sample's share of the uses of all pages, times SAMPLE + 1; the clock
+at the next comparison; changes of policy; sets of entries in use; hits of each candidate since the last comparison; the
+clock at which all pages that are there count as kept; SCORES over a short time; for each two candidates, squares of the
+difference of their hits between two comparisons, summed like SCORES and like LAST_SCORES."""
 
 _HALF = 45426
 """65,536ths of log(2)."""
 _HORIZON, _MOST_CAPACITIES = 4, 8
-"""Capacities, or reuse distances where these are longer, after which a hit counts half."""
+"""Capacities, or reuse distances if longer, after which a hit counts half."""
 _COMPARISONS, _LEAST_INSERTS, _MOST_BETWEEN = 16, 256, 1 << 20
-"""In one capacity; so many inserted pages apart at least, for the pages of one request are one event; hits between two,
-so that sums of squares fit a word."""
+"""Comparisons per capacity; least inserted pages between two, because the pages of a request are one event; most hits
+counted between two, so that sums of squares fit a word."""
 _LAST, _LEAST_LAST = 8, 4
-"""Comparisons after which a hit counts half among the last ones, where they are half a capacity; else."""
+"""Comparisons after which a hit counts half in LAST_SCORES: half a capacity of them, or the least in small tiers."""
 _LEAST_LEAD_SHIFT, _LEAST_SIGNIFICANCE, _LEAST_LAST_SIGNIFICANCE, _BACK = 4, 5, 8, 8
-"""Another candidate has to lead by 1/16 of what is served in the long run, for a change costs about that much, and by
-the square root of so many times what chance makes of equal ones, by all scores and by the last ones alone; for LAST_USE
-any lead is enough, and an eighth of that: no tier shall serve less than plain LRU for long."""
+"""Another candidate must lead by 1/16 of the hits in the long run, because a change costs about that much, and its lead
+squared must exceed the significance times the noise, for all scores or for the last ones alone. For LAST_USE any lead
+and an eighth of that noise are enough: no tier may serve less than plain LRU for long."""
 _LEAST_SLOTS = 96
-"""A tier with fewer keeps to its policy: it hardly holds one chain, and what it evicts depends on the size of batches,
-which miniatures do not know."""
+"""A tier with fewer slots keeps its policy: it hardly holds one chain, and what it evicts depends on the size of
+batches, which miniatures do not know."""
 _STOCK = 4
-"""Capacities after which all that is there counts as kept."""
+"""Capacities after which all pages that are there count as kept."""
 
 
 @np.errstate(over="ignore")
 def choose_policy(header: Words, small: Words, entries: Words, capacity: int, rows: int) -> None:
-    """Compare the candidates when it is time: follow another one that is better by more than chance, of late, which
-    tells a change of workload, or else in the long run. ``rows``: behind the last one in use. Under the lock.
+    """Compare the candidates when it is time, and switch to one that is better by more than chance, either recently,
+    which shows a change of workload, or in the long run. ``rows``: one past the last row in use. Under the lock.
 
-    How far two of them differ between two comparisons is taken for their noise: what one request asks for makes one
-    difference, however many pages it has."""
+    The difference of two candidates between two comparisons is taken as their noise: one request makes one difference,
+    however many pages it has."""
     inserts = header[INSERTS]
     if inserts < small[NEXT]:
         return
@@ -201,52 +201,52 @@ def choose_policy(header: Words, small: Words, entries: Words, capacity: int, ro
     header[POLICY] = best
     if best != now or best == eviction.KEEP_FIRST:
         header[TO_RANK] = rows
-    # A page that is there, new or used, has the lower one of its bits.
+    # A page that is there, new or used, has the lower of its two bits set.
     held = entries[HELD, : max(0, int(small[SETS_USED]))]
     held |= (held & 0x555) << 1
 
 
 def _leader(small: Words, scores: int, noise: int, least_significance: int, now: int) -> int:
-    """The best candidate whose lead is more than chance, and who is not behind of late; else the one of now."""
+    """Return the best candidate that leads by more than chance and is not behind recently; else the current one."""
     words = small.tolist()
-    best, of_now, late = now, words[scores + now], words[LAST_SCORES + now]
+    best, current_score, recent_score = now, words[scores + now], words[LAST_SCORES + now]
     for candidate in range(CANDIDATES):
         score = words[scores + candidate]
-        lead, chance = score - of_now >> 16, least_significance * words[noise + CANDIDATES * candidate + now]
+        lead, chance = score - current_score >> 16, least_significance * words[noise + CANDIDATES * candidate + now]
         least_lead = (words[SCORES + now] >> 16 + _LEAST_LEAD_SHIFT) + 1
-        if lead > of_now >> 17:
-            # Of a loop plain LRU serves nothing: each pass that is waited for is lost.
+        if lead > current_score >> 17:
+            # Plain LRU serves nothing of a loop: each further pass before the switch is lost.
             chance //= 2
         if candidate == eviction.LAST_USE:
             least_lead, chance = 1, chance // _BACK
-        is_late = words[LAST_SCORES + candidate] < late
-        if score > words[scores + best] and not is_late and lead > least_lead and lead * lead > chance:
+        is_behind = words[LAST_SCORES + candidate] < recent_score
+        if score > words[scores + best] and not is_behind and lead > least_lead and lead * lead > chance:
             best = candidate
     return best
 
 
 def sampled_of(capacity: int) -> int:
-    """How many of SAMPLE + 1 pages the miniatures of a tier with so many slots see."""
+    """Return how many of SAMPLE + 1 pages the miniatures of a tier with ``capacity`` slots see."""
     return min(SAMPLE + 1, max(1, SAMPLED_SLOTS * (SAMPLE + 1) // capacity))
 
 
-# -- of many pages at once -------------------------------------------------------------------------------------------
+# -- batches of pages -------------------------------------------------------------------------------------------------
 
 
 def tenant_word(name: str) -> int:
-    """TENANT_NAME of a tenant that has a name."""
+    """Return the TENANT_NAME of a named tenant."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True) | 1
 
 
 def scrambled(word: Any) -> Any:
-    """One word for each word, by shifts alone, of which neither Python nor numpy warns; so in C."""
+    """Hash each word using shifts only, which cause no overflow warnings in Python or numpy; C does the same."""
     word = word ^ (word << 13)
     word = word ^ ((word >> 7) & ((1 << 57) - 1))
     return word ^ (word << 17)
 
 
 def hashes_of(keys: Words) -> Words:
-    """HASH of these keys (``key_words``): page hashes that differ in one word differ here."""
+    """Return the HASH of each key (``key_words``); page hashes that differ in one word have different HASHes."""
     hashes: Words = np.zeros(len(keys), np.int64)
     for word in range(KEY_WORDS - 4, KEY_WORDS):
         hashes = scrambled(hashes ^ keys[:, word])
@@ -254,16 +254,16 @@ def hashes_of(keys: Words) -> Words:
 
 
 def is_current(identities: Words, states: Words) -> npt.NDArray[np.bool_]:
-    """Which pages of these STATEs were not cleared."""
+    """Return which pages with these STATEs were not cleared."""
     numbers = (states >> NUMBER_SHIFT) & (len(identities) - 1)
     current: npt.NDArray[np.bool_] = (states >> 8) & GENERATIONS == identities[numbers, GENERATION] & GENERATIONS
     return current
 
 
 def are_remembered(identities: Words, ghosts: Words, keys: Words, numbers: Words) -> npt.NDArray[np.bool_]:
-    """Whether each of these pages, none of which is there, is among those that were evicted last (``key_words``, and
-    the numbers of their identities)."""
-    # Of the part of STATE that says generation and identity. The same number as in C, but for its sign.
+    """Return which of these missing pages (``key_words``, and the numbers of their identities) are remembered as
+    recently evicted."""
+    # The part of STATE with generation and identity: the same number as in C, except for its sign.
     of_identities = (identities[numbers, GENERATION] & GENERATIONS) | numbers << (NUMBER_SHIFT - 8)
     fingerprints = scrambled(hashes_of(keys) ^ of_identities) | 1
     of_sets = (fingerprints >> 1 & _LOW) % ghosts.shape[1]
@@ -272,14 +272,14 @@ def are_remembered(identities: Words, ghosts: Words, keys: Words, numbers: Words
 
 
 def slabs_with(slabs: Words, rows: Words) -> Words:
-    """The positions of the slabs that have these rows; -1 for none. ``slabs``: by FIRST."""
+    """Return the positions of the slabs that contain these rows; -1 for none. ``slabs`` is sorted by FIRST."""
     of = np.searchsorted(slabs[:, FIRST], rows, side="right") - 1
     if len(slabs):
         of[rows >= (slabs[:, FIRST] + slabs[:, SLOTS])[of]] = -1
     return of
 
 
-# -- what is done in C -------------------------------------------------------------------------------------------------
+# -- operations in C ---------------------------------------------------------------------------------------------------
 
 
 STRUCTS = [
@@ -288,12 +288,12 @@ STRUCTS = [
         "rows[] sets[] identities[] events[] header small tenants ghosts ghost_sets entries entry_sets",
     )
 ]
-"""The table, and what the functions take."""
+"""The struct of the table, then those that the functions take."""
 
 
 def _function(name: str, fields: str) -> Callable[..., int]:
-    """A method of ``Table`` that calls this function of native/table.c, which says what it does and what it returns.
-    Its arguments are the fields of the function's struct behind ``table``; for those with ``[]`` an array, or None."""
+    """Return a method of ``Table`` that calls this function of native/table.c, which documents it. The arguments are
+    the fields of the function's struct after ``table``; for those with ``[]`` an array, or None."""
     STRUCTS.append(call := native.Struct(name, f"table {fields}"))
 
     def method(table: Table, *arguments: Any) -> int:
@@ -303,11 +303,11 @@ def _function(name: str, fields: str) -> Callable[..., int]:
 
 
 class Table:
-    """Where the words are that native/table.c works on. They stay mapped while somebody holds this, also after
-    ``IndexMemory.close``: whoever calls does until the call is over."""
+    """The addresses of the words that native/table.c works on. They stay mapped while somebody holds this, even after
+    ``IndexMemory.close``; a caller holds it until its call is over."""
 
     def __init__(self, *parts: Words, ghosts: Words, entries: Words) -> None:
-        """``parts`` are those of the first fields."""
+        """``parts`` are the arrays of the first fields."""
         self.core = native.needed()
         words = np.frombuffer(STRUCTS[0].packed(*parts, ghosts, ghosts.shape[1], entries, entries.shape[1]), np.int64)
         self.address = native.address(words)

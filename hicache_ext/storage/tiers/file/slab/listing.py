@@ -1,7 +1,7 @@
-"""Lists a slab directory for tools that only look (inspection.py): no lock, no change, read permission is enough.
+"""Lists a slab directory for tools that only read (inspection.py): no lock, no change, read permission is enough.
 
-The headers of the pages tell what is there: what a start would find. Where servers are there and this account may ask
-them, the index they share says which of these pages count. They may be writing, so the list is approximate.
+The headers of the pages tell what a start would find. If servers are running and this account may ask them, the index
+that they share says which of these pages count. They may be writing, so the list is approximate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
 
 _PORTION = 4096
 _PATIENCE = 2.0
-"""Seconds for which servers are asked for their index."""
+"""Seconds to wait for servers to hand over their index."""
 
 
 class SlabListing(Inspector):
@@ -47,7 +47,7 @@ class SlabListing(Inspector):
     layout = "slab"
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError as the disk does."""
+        """Read the slabs. Raises OSError as the disk does."""
         super().__init__(path)
         self._slabs_path = slab_home(path) / "slabs"
         self._memory, self.servers_out_of_reach = _memory_of_servers(slab_home(path))
@@ -88,11 +88,11 @@ class SlabListing(Inspector):
 
     @property
     def no_space_since(self) -> int:
-        """Known while servers are there."""
+        """Known only while servers are running."""
         return 0 if self._memory is None else int(self._memory.header[index_words.NO_SPACE_SINCE])
 
     def uses(self, digest: bytes) -> tuple[int, float] | None:
-        """Known while servers are there."""
+        """Return an identity's hits and the time of the last; known only while servers are running."""
         if self._memory is None:
             return None
         number = self._numbers(self._memory).get(digest)
@@ -102,7 +102,7 @@ class SlabListing(Inspector):
         return (hits, float(last)) if hits else None
 
     def tenant_pages(self, names: Sequence[str]) -> dict[str, int]:
-        """The pages of these tenants, about; known while servers are there."""
+        """Return about how many pages these tenants have; known only while servers are running."""
         if self._memory is None:
             return {}
         pages = dict(self._memory.tenants[:, [index_words.TENANT_NAME, index_words.TENANT_PAGES]].tolist()[1:])
@@ -111,7 +111,7 @@ class SlabListing(Inspector):
         return {**named, DEFAULT: of_default}
 
     def evicted(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Which of these pages were evicted, as far as it is remembered: while servers are there."""
+        """Return which of these pages are remembered as evicted; known only while servers are running."""
         if self._memory is None or not keys:
             return []
         numbers = self._numbers(self._memory)
@@ -123,7 +123,7 @@ class SlabListing(Inspector):
 
     @staticmethod
     def _numbers(memory: IndexMemory) -> dict[bytes, int]:
-        """Digest -> number of each identity that servers know."""
+        """Return digest -> number for each identity that servers know."""
         known = memory.identities[: int(memory.header[index_words.IDENTITIES]), :2].copy()
         return {digest.tobytes(): number for number, digest in enumerate(known)}
 
@@ -140,7 +140,7 @@ class SlabListing(Inspector):
         return content if self._is_there(page) else None
 
     def occupied_by(self, hashes: Sequence[bytes]) -> list[int]:
-        """Bytes of slots that the pages under each of these page hashes take, over all identities."""
+        """Return the bytes of slots that the pages under each of these page hashes take, over all identities."""
         wanted = {page_hash: position for position, page_hash in enumerate(hashes)}
         taken = [0] * len(hashes)
         for page in self.pages() if wanted else ():
@@ -150,7 +150,7 @@ class SlabListing(Inspector):
         return taken
 
     def left_overs(self) -> int:
-        """Slots that killed processes were writing; servers take them back by themselves."""
+        """Return the number of slots that killed processes were writing; servers reclaim them on their own."""
         if self._memory is None:
             return 0
         living, left = living_members(slab_home(self.path) / "members"), 0
@@ -161,7 +161,7 @@ class SlabListing(Inspector):
         return left
 
     def _pages_of(self, slab: Slab) -> Iterator[StoredPage]:
-        """By its headers; those that the index has not are left out where there is one."""
+        """Yield a slab's pages from its headers; if there is an index, only those that it has."""
         with suppress(FileNotFoundError), opened(self._file(slab, "headers")) as fd:
             for begin in range(0, slab.slots, _PORTION):
                 headers = read_headers(fd, begin, min(_PORTION, slab.slots - begin))
@@ -182,7 +182,7 @@ class SlabListing(Inspector):
                     )
 
     def _counts(self, first: int, keys: Words) -> npt.NDArray[np.bool_]:
-        """For the rows from ``first`` on: whether the index has such a page there, and not of a cleared identity."""
+        """Return for each row from ``first`` on whether the index has this page there, and it was not cleared."""
         assert self._memory is not None
         rows, identities = self._memory.rows[first : first + len(keys)], self._memory.identities
         states = rows[:, index_words.STATE].copy()
@@ -203,12 +203,12 @@ class SlabListing(Inspector):
 
 
 def servers_out_of_reach(home: Path) -> bool:
-    """Whether servers use the directory and none of them gives its index; it takes the time that they are asked for."""
+    """Return whether servers use the directory but none hands over its index; waits for them up to ``_PATIENCE``."""
     return _memory_of_servers(home)[1]
 
 
 def _memory_of_servers(home: Path) -> tuple[IndexMemory | None, bool]:
-    """The index that servers share, for looking only; and whether there are servers that cannot be asked."""
+    """Return the index that servers share, read-only, and whether there are servers that cannot be asked."""
     try:
         home_fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -1,8 +1,8 @@
-"""The pages of one call between their slots and host memory in the native core (moves.c).
+"""Moves the pages of one call between their slots and host memory in the native core (moves.c).
 
-Most of what a page costs in Python is spent here otherwise, and all of it under the GIL, which SGLang's scheduler
-wants. What the core does not call done (a page that is not what was asked for, a flag that the file system does not
-know), and pages of several sizes, go one by one the way of ``SlotIo``, which tells what they are.
+In Python this would be most of what a page costs, all of it under the GIL, which SGLang's scheduler wants. Pages that
+the core does not report as done (not the page requested, a flag that the file system does not know), and pages of
+several sizes, are moved one by one by ``SlotIo``, which finds out what is wrong with them.
 
 Pages move in the mode that was planned for the path. O_DIRECT wants memory, lengths and offsets aligned to blocks of
 the disk. Slots are; the pages of a host pool mostly are not, unless SGLang allocates it page-aligned (``allocator:
@@ -44,14 +44,14 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
 AT_ONCE = 512 << 10
 """Bytes moved by one system call through the page cache: they must stay in the processor's cache until checked."""
 AT_ONCE_DIRECT = 1 << 20
-"""The same past the page cache: large enough for the disk; other threads keep it busy while these are checked."""
+"""Bytes per system call with O_DIRECT: large enough for the disk; other threads use it while these are checked."""
 _LEFT = 1
-"""The result of a page that was not moved."""
+"""Result of a page that was not moved."""
 _START = np.frombuffer(bytearray(envelope.PAGE_START), np.int64)
 
 _SEAL = slice(SEAL, SEAL + envelope.SEAL_LENGTH // 8)
 ALIGNMENT = 512
-"""The smallest block of a disk. Where it is larger the kernel says EINVAL, and the page goes the other way."""
+"""Smallest block of a disk. If the block is larger, the kernel reports EINVAL, and ``SlotIo`` moves the page."""
 
 
 Page = Sequence[memoryview]
@@ -69,14 +69,14 @@ MOVE_PAGES = native.Struct(
 
 
 class Moved(NamedTuple):
-    """What became of the pages of one call. ``done`` and ``left`` have each its place in the batch."""
+    """Outcome of the pages of one call. ``done`` and ``left`` carry positions in the batch."""
 
     done: SlotReferences
-    """Moved; those that were read are what was asked for."""
+    """Pages moved; those read were verified."""
     failed: Mapping[int, int]
-    """The positions of pages that the disk failed, each with its errno."""
+    """Position of each page that the disk failed -> errno."""
     left: SlotReferences
-    """Left to the other way."""
+    """Pages left to be moved one by one."""
 
 
 class SlotIo:
@@ -89,19 +89,19 @@ class SlotIo:
         self._metrics = metrics
         self._workers = workers
         self._flags = RWF_DONTCACHE if _knows_flags(directory.home / "lock") else 0
-        """Of all pages that are not to stay in the page cache, also those that cannot be direct."""
+        """Flags for pages that must not stay in the page cache, including those that cannot use O_DIRECT."""
 
-    # Of one page that the core has left: always through the page cache.
+    # These move one page that the core has left, always through the page cache.
 
     def read(self, slab: Slab, slot: int, page: Page) -> int:
-        """The payload of a slot: the bytes read."""
+        """Read the payload of a slot; return the number of bytes read."""
         if self._plan.read == "direct":
             self._metrics.add("io", "unaligned", 1)
         with self._directory.opened(slab) as descriptor:
             return vectored.read_into(descriptor, page, slot * slab.slot_size)
 
     def write(self, slab: Slab, slot: int, header: bytes, page: Page) -> bool:
-        """A payload into its slot, then its header and seal. False when not all of it was written."""
+        """Write a payload into its slot, then its header and seal. Return False if not all of it was written."""
         if self._plan.write == "direct":
             self._metrics.add("io", "unaligned", 1)
         with self._directory.opened(slab) as descriptor:
@@ -117,17 +117,17 @@ class SlotIo:
         return True
 
     def seal(self, row: int) -> bytes:
-        """That of the page in a slot, as the index has it."""
+        """Return the seal that the index has for the page in a row."""
         seal: bytes = self._directory.index.memory.rows[row, _SEAL].tobytes()
         return seal
 
     def erase_header(self, slab: Slab, slot: int) -> None:
-        """Have no header say what was in a slot."""
+        """Erase the header of a slot."""
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
             vectored.write_from(descriptor, [memoryview(bytes(HEADER))], slot * HEADER)
 
     def header(self, slab: Slab, slot: int) -> bytes:
-        """That of the page in a slot, or as much of it as there is."""
+        """Return the header of the page in a slot, or as much of it as there is."""
         with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
             header = bytearray(HEADER)
             return bytes(header[: vectored.read_into(descriptor, [memoryview(header)], slot * HEADER)])
@@ -141,7 +141,7 @@ class SlotIo:
         *,
         into_memory: bool,
     ) -> Moved:
-        """Move these pages of the batch, from their slots ``into_memory``, or into their slots, by so many threads."""
+        """Move pages of a batch from their slots ``into_memory``, or into their slots, on ``threads`` threads."""
         core, count = self._core, len(pages)
         if not count or not are_of_one_size(batch.sizes):
             return Moved(NO_SLOTS, {}, pages)
@@ -156,7 +156,7 @@ class SlotIo:
         file = SlabFile.DIRECT if direct else SlabFile.SLOTS
         opened, files = self._directory.open_all(slabs, file, headers=not into_memory)
         if len(opened) < len(numbers):
-            # A slab that cannot be opened is left to the other way.
+            # Pages of a slab that cannot be opened are left.
             can_be_read = np.isin(found.slabs, opened[:, 0])
             found, others = found.select(can_be_read), found.select(~can_be_read)
             count = len(found.positions)
@@ -205,7 +205,7 @@ class SlotIo:
 
 
 def _knows_flags(path: Path) -> bool:
-    """Whether the file system and the kernel let a read leave nothing in the page cache."""
+    """Return whether the file system and the kernel support reads that leave nothing in the page cache."""
     try:
         with path.open("rb") as file:
             os.preadv(file.fileno(), [bytearray(1)], 0, RWF_DONTCACHE)

@@ -1,12 +1,12 @@
 """The layout of a page in a slab: its payload at the start of a slot, its header (envelope.py, 128 bytes) at the slot's
-place in a file of headers beside the slab.
+place in a file of headers next to the slab.
 
-So payloads of neighbouring slots are neighbours on disk, each begins at a block border, and a page of whole blocks
+Payloads of adjacent slots are therefore adjacent on disk, each begins at a block boundary, and a page of whole blocks
 fills its slot. A read does not need the header: the index has the seal of every page. Reasons:
 docs/decisions/slabs.md.
 
-``SlotReferences`` are pages of a batch and the slots they are in, column by column, because a step of Python per page
-is what a small page costs most.
+``SlotReferences`` holds the pages of a batch and their slots in columns, because Python code that runs per page is
+the largest part of what a small page costs.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Slab:
     """One slab: a file of ``slots`` slots of ``slot_size`` bytes, and a file with the headers of their pages."""
 
     number: int
-    """No two slabs of one index have the same one."""
+    """Unique within an index."""
     slot_size: int
     slots: int
     first_row: int = field(default=0, compare=False)
-    """That of slot 0 in the index."""
+    """Row of slot 0 in the index."""
 
     @property
     def size(self) -> int:
@@ -60,7 +60,7 @@ class Slab:
 
 
 class SlabFile(enum.Enum):
-    """A file of a slab, as it is opened."""
+    """A file of a slab, and how it is opened."""
 
     SLOTS = "slots"
     DIRECT = "slots, with O_DIRECT"
@@ -68,22 +68,22 @@ class SlabFile(enum.Enum):
 
 
 def slots_within(disk_bytes: int, slot_size: int) -> int:
-    """The most slots of a slab that takes no more bytes of disk."""
+    """Return the most slots of a slab that takes at most ``disk_bytes``."""
     return max(0, (disk_bytes - BLOCK + 1) // (slot_size + HEADER))
 
 
 def slot_size_of(payload: int) -> int:
-    """Bytes of the slot that a page with ``payload`` bytes takes: whole blocks."""
+    """Return the bytes of the slot for a page with ``payload`` bytes: whole blocks."""
     return max(1, -(-payload // BLOCK)) * BLOCK
 
 
 def are_of_one_size(sizes: Sequence[int]) -> bool:
-    """Whether these pages, one at least, have the same payload."""
+    """Return whether these pages, at least one, have payloads of the same size."""
     return sizes.count(sizes[0]) == len(sizes)
 
 
 def sizes_at(sizes: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The payload bytes of the pages at ``positions``, from those of all pages."""
+    """Return the payload bytes of the pages at ``positions``, from those of all pages."""
     if sizes and are_of_one_size(sizes):
         return np.full(len(positions), sizes[0])
     return np.array(sizes, np.int64)[positions]
@@ -93,16 +93,16 @@ Numbers = npt.NDArray[np.int64]
 
 
 class SlotReference(NamedTuple):
-    """One page. A tuple, and in this order, because those that are moved one by one are sorted by place."""
+    """One page and its slot. A tuple in this order, because pages that are moved one by one are sorted by place."""
 
     slab: int
     slot: int
     length: int
     """Bytes of the payload."""
     position: int = -1
-    """In the batch; -1 without one."""
+    """Position in the batch; -1 if it has none."""
     row: int = -1
-    """In the index; -1 without one."""
+    """Row in the index; -1 if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,17 @@ class SlotReferences:
     positions: Numbers
     rows: Numbers
     facts: int = 0
-    """What ``SlabIndex.locate`` knows of all of them: bits of index_words.py."""
+    """Facts about all of them from ``SlabIndex.locate``: bits of index_words.py."""
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def select(self, which: Any) -> SlotReferences:
-        """Those that a numpy index chooses."""
+        """Return the pages that a numpy index selects."""
         return self._of_columns(column[which] for column in self._columns())
 
     def by_place(self) -> SlotReferences:
-        """Neighbours one behind the other."""
+        """Return the pages in disk order."""
         if self.facts & IN_ORDER:
             return self
         places = self.slabs << 32 | self.slots
@@ -166,7 +166,7 @@ NO_SLOTS = SlotReferences.of(())
 
 
 def read_headers(fd: int, begin: int, count: int) -> Numbers:
-    """So many headers, a row each, from that of slot ``begin`` on; zeros behind the end of the file. Raises OSError."""
+    """Read ``count`` headers, a row each, from slot ``begin`` on; zeros past the end of the file. Raises OSError."""
     content = bytearray(os.pread(fd, count * HEADER, begin * HEADER))
     content.extend(bytes(count * HEADER - len(content)))
     return np.frombuffer(content, np.int64).reshape(-1, HEADER_WORDS)
@@ -176,7 +176,7 @@ CHECK_HEADERS = native.Struct("check_headers", "headers[] start seals valid")
 
 
 def checked_headers(headers: Numbers) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-    """The seals of these headers, a row each, and which of them are headers of pages."""
+    """Return the seals of these headers, a row each, and which of them are valid headers of pages."""
     seals, valid = np.zeros((len(headers), 2), np.uint64), np.zeros(len(headers), np.bool_)
     native.needed()(CHECK_HEADERS, headers, _START, seals, valid)
     return seals, valid

@@ -1,13 +1,13 @@
 """SlabStore: the file tier for local file systems.
 
-Writing: one change of the index takes slots (free ones, or those of evicted pages), the pages are written into them, a
-second change publishes them: a page is found only once it is whole. Reading: one look-up for the batch, then the slots
-are read straight into host memory, neighbours in one preadv. A slot may be given to another page between look-up and
-read; its seal then is another page's, the index is asked again, and the page is a miss.
+Writing: one change of the index takes slots (free ones, or those of evicted pages), pages are written into them, and
+a second change publishes them, so a page is found only once it is whole. Reading: one lookup for the batch, then the
+slots are read straight into host memory, neighbours in one preadv. A slot may be given to another page between lookup
+and read; its seal then does not match, the index is queried again, and the page is a miss.
 
-Where another process holds the index and does not go on, a write waits a second, once; then it is rejected.
+If another process holds the index and is stuck, a write waits one second, once, and is then rejected.
 
-Threads: any. The memory of a batch is touched only until the call returns.
+Threads: any. The memory of a batch is accessed only until the call returns.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from hicache_ext.storage.tiers.file.slab.shapes import (
 )
 
 _PORTION = 1 << 13
-"""Slots looked at, and headers read, at once: no other thread of the process waits for long."""
+"""Slots examined and headers read per step, so that no other thread of the process waits for long."""
 _FIRST_OF_PAGE_HASH = IDENTITY_LENGTH // 8
 _NEVER = np.int64(-1) << 63
-"""In place of a HASH: nothing is known of the slot. A page with this very HASH has its header read each time."""
+"""Stands for an unknown HASH of a slot. A page that really has this HASH has its header read each time."""
 
 
 logger = logging.getLogger(__name__)
 
 _PUBLISHED = {1: SetResult.STORED, 0: SetResult.EXISTS, -1: SetResult.ERROR}
 _NOTES_AWAITED = 1.0
-"""Seconds for which clear() waits for its notes to be written, and not synced: a disk may hang."""
+"""Seconds that clear() waits for its notes to be written (not synced): a disk may hang."""
 _TICKS = 8
 _HEADERS_AT_ONCE = 1 << 12
 _PORTIONS = 4
-"""A write takes at most this part of the capacity at once."""
+"""A write takes at most the capacity divided by this in one portion."""
 
 
 class SlabStore(PathStore):
@@ -87,7 +87,7 @@ class SlabStore(PathStore):
     def _open(self, path: Path, evicted_age: RecentMean) -> None:
         if self._capacity is None:
             raise StoreSetupError(self.name, "the slab layout preallocates its files and needs a capacity")
-        # What goes through the page cache is mostly work of a processor: more threads only take it from each other.
+        # I/O through the page cache is mostly CPU work: more threads than processors only compete with each other.
         processors = len(os.sched_getaffinity(0))
         self._readers, self._writers = (
             self._plan.threads if mode == "direct" else min(self._plan.threads, processors)
@@ -100,7 +100,7 @@ class SlabStore(PathStore):
             self._index.memory.header[index_words.TWICE_TTL] = int(2000 * self._ttl)
         self._io = SlotIo(directory, self._plan, self.metrics, self._workers)
         self._seen: dict[int, tuple[Words, Words]] = {}
-        """By number of slab, a word for each slot: HASH of the page whose header was read, and its block hash."""
+        """Slab number -> per slot, HASH of the page whose header was read, and its block hash."""
         pins = self.pins = PinnedPages(
             self.name,
             directory.path,
@@ -116,7 +116,7 @@ class SlabStore(PathStore):
         directory.rebuild.tell_of_damage(self._look_over)
 
     def _keep_capacity(self) -> None:
-        """Drop what is beyond the capacity, which may have become lower."""
+        """Drop slabs beyond the capacity, which may have been lowered."""
         self._allocator.shrink()
 
     def fullness(self) -> Fullness:
@@ -128,7 +128,7 @@ class SlabStore(PathStore):
             return replace(fullness, tenant_pages={**none, **pages}, tenant_bytes={**none, **self._by_name(taken)})
 
     def _block_hashes(self, digest: bytes) -> Words:
-        """One thread at a time. Of each page a header is read once."""
+        """Return the block hashes of an identity's pages, reading each page's header once. One thread at a time."""
         slabs, oldest = self._index.view().slabs, self._oldest()
         self._seen = {number: seen for number, seen in self._seen.items() if number in slabs}
         found = [np.empty(0, np.int64)]
@@ -141,7 +141,7 @@ class SlabStore(PathStore):
     def _blocks(self, slab: Slab, begin: int, end: int, identity: int, oldest: int) -> Words:
         numbers = slab.first_row + np.arange(begin, end)
         rows = self._index.memory.rows[numbers[0] : numbers[-1] + 1]
-        # What a slot holds before that it holds it: a page becomes one when all else is written.
+        # Copy the hashes before the states: a slot's state says PAGE only once everything else is written.
         hashes, states = rows[:, index_words.HASH].copy(), rows[:, index_words.STATE].copy()
         pages = (states & index_words.STATES == index_words.PAGE) & (states >> index_words.NUMBER_SHIFT == identity)
         if not pages.any():
@@ -149,7 +149,7 @@ class SlabStore(PathStore):
         pages &= self._index.are_found(numbers, oldest)
         seen = self._seen.get(slab.number)
         if seen is None or len(seen[0]) != slab.slots:
-            # The table may call another one by its number.
+            # The table may use this number for another slab.
             seen = self._seen[slab.number] = np.full(slab.slots, _NEVER), np.zeros(slab.slots, np.int64)
         new = np.flatnonzero(pages & (seen[0][begin:end] != hashes))
         if len(new):
@@ -158,7 +158,7 @@ class SlabStore(PathStore):
         return blocks
 
     def _read_headers(self, slab: Slab, slots: Words, hashes: Words, known: Words, blocks: Words) -> None:
-        """Of these slots, in order; ``hashes``: of the pages that the index has there."""
+        """Read the headers of these sorted slots; ``hashes``: of the pages that the index has there."""
         first, last = int(slots[0]), int(slots[-1])
         try:
             with self._directory.opened(slab, SlabFile.HEADERS) as fd:
@@ -175,14 +175,14 @@ class SlabStore(PathStore):
         return self._index.demote(hashes)
 
     def wait_until_rebuilt(self, timeout: float) -> bool:
-        """Wait until the index is complete; False when it is not in time."""
+        """Wait until the index is complete; return False if it is not in time."""
         return self._directory.rebuild.wait(timeout)
 
     def can_resize(self, capacity: int | None) -> bool:
         return capacity is not None
 
     def resize(self, capacity: int | None) -> None:
-        """As ``SlotAllocator.resize``. ``capacity`` is not None."""
+        """Resize as ``SlotAllocator.resize`` does. ``capacity`` is not None."""
         assert capacity is not None
         with self._calls:
             super().resize(capacity)
@@ -191,7 +191,7 @@ class SlabStore(PathStore):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
-        """A page whose slot was reused meanwhile is looked up once more."""
+        """Read a batch. A page whose slot was reused meanwhile is looked up once more."""
         results = [GetResult.MISS] * len(batch.sizes)
         found = self._index.locate(batch.keys, self._oldest())
         elsewhere = self._read_placed(batch, found, results)
@@ -215,13 +215,13 @@ class SlabStore(PathStore):
         return results
 
     def _read_placed(self, batch: PageBatch, found: SlotReferences, results: list[GetResult]) -> list[int]:
-        """Read and check; the positions whose slot turned out to hold something else."""
+        """Read and check pages; return the positions whose slot turned out to hold something else."""
         doubtful: list[tuple[SlotReference, str]] = []
         one_length = found.facts & index_words.ONE_LENGTH and are_of_one_size(batch.sizes)
         if not one_length or found.lengths.item(0) != batch.sizes[0]:
             wrong = found.lengths != sizes_at(batch.sizes, found.positions)
             if wrong.any():
-                # One of another length than asked for is not this page; it is not even read.
+                # A page of another length than requested is a different page, and is not even read.
                 doubtful = [(page, "length") for page in found.select(wrong).pages()]
                 found = found.select(~wrong)
         readers = self._readers
@@ -246,7 +246,7 @@ class SlabStore(PathStore):
         return sorted(elsewhere)
 
     def _read_page(self, batch: PageBatch, page: SlotReference) -> GetResult | str:
-        """HIT or ERROR, or why what is in the slot is not its page."""
+        """Read one page; return HIT or ERROR, or the reason why the slot does not hold it."""
         key, segments, slab = batch.keys[page.position], batch.buffers[page.position], self._index.slab(page.slab)
         try:
             moved = -1 if slab is None else self._io.read(slab, page.slot, segments)
@@ -257,29 +257,29 @@ class SlabStore(PathStore):
             self._count_error(error)
             return GetResult.ERROR
         if slab is None or moved != page.length:
-            # The same, while it was being read.
+            # The slab was dropped while it was being read.
             return "truncated"
         return self._reason_to_refuse(slab, page, key, segments) or GetResult.HIT
 
     def _reason_to_refuse(
         self, slab: Slab, page: SlotReference, key: bytes, segments: Sequence[memoryview]
     ) -> str | None:
-        """Why what was just read from a slot is not this page; None when it is."""
+        """Return why what was just read from a slot is not this page; None if it is."""
         if envelope.page_seal(key, page.length, segments) == self._io.seal(page.row):
             return None
         try:
             header = self._io.header(slab, page.slot)
         except OSError:
             header = b""
-        # The header says what is wrong; where it holds, it is the seal.
+        # The header tells what is wrong; if the header is right, the seal is wrong.
         return envelope.reason_to_refuse(header, key, segments) or "seal"
 
     def _heal(self, batch: PageBatch, page: SlotReference, reason: str, results: list[GetResult]) -> bool:
-        """Remove a page whose slot does not hold it. False when the index says by now that it is elsewhere, gone, or of
-        another length, or when it can be read now: since it was looked up it was evicted and written again, into the
-        same slot."""
+        """Remove a page whose slot does not hold it. Return False if the index now says that it is elsewhere, gone, or
+        of another length, or if it can be read now: since the lookup it was evicted and written again into the same
+        slot."""
         key = batch.keys[page.position]
-        # Before it is looked up: a page that comes to this row from here on has another moment.
+        # Read this before the lookup: a page that comes to this row from here on has another CREATED.
         created = self._index.memory.rows[page.row, index_words.CREATED].item()
         (now,) = self._index.locate([key]).pages() or (None,)
         if now is None or now._replace(position=page.position) != page:
@@ -306,7 +306,7 @@ class SlabStore(PathStore):
             with self._directory.opened(slab, SlabFile.HEADERS) as descriptor:
                 headers = read_headers(descriptor, begin, min(_HEADERS_AT_ONCE, slab.slots - begin))
             keys = [key.tobytes() for key in headers[:, KEY]]
-            # Headers may be of pages that have left; the index says which are there.
+            # Headers may belong to pages that are gone; the index says which are there.
             found = self._index.locate(keys, self._oldest())
             found = found.select((found.slabs == place) & (found.slots == found.positions + begin))
             yield [keys[position] for position in found.positions.tolist()], found.lengths.tolist()
@@ -314,8 +314,8 @@ class SlabStore(PathStore):
     def _forget(
         self, keys: Sequence[bytes], only: tuple[int, int] | None = None, seals: Sequence[bytes] | None = None
     ) -> int:
-        """Remove pages, their headers included, so that a rebuild does not find them; how many there were. With
-        ``only``, none but the page in that row that was written then; with ``seals``, one for each key, none but the
+        """Remove pages, including their headers so that a rebuild does not find them, and return their number. With
+        ``only``, remove only the page in that row that was written then; with ``seals``, one for each key, only the
         pages that have them."""
         ticket = self._index.next_ticket()
         try:
@@ -353,7 +353,7 @@ class SlabStore(PathStore):
         for position in known:
             results[position] = SetResult.EXISTS
         if known:
-            # Computed and written once more is used, too.
+            # A page that is computed and written again counts as used, too.
             self._index.note_hits(found, batch.keys, 0)
         missing = sorted(set(range(len(results))).difference(known)) if known else list(range(len(results)))
         if not missing:
@@ -365,7 +365,7 @@ class SlabStore(PathStore):
                 return results
             tenancy = None
             for tenancy, positions in self._by_tenant(batch.keys, missing):
-                # No portion can evict its own pages or leave none to the others.
+                # Portions keep a write from evicting its own pages or taking all slots.
                 for portion in self._portions(positions, batch.sizes, slot_size_of, self._capacity, _PORTIONS):
                     if not self._set_portion(batch, portion, results, tenancy):
                         break
@@ -380,8 +380,8 @@ class SlabStore(PathStore):
         return results
 
     def _by_tenant(self, keys: Sequence[bytes], positions: list[int]) -> list[tuple[Words | None, list[int]]]:
-        """The pages of each tenant, and for whom their slots are taken; (None, all) without tenants. Raises
-        IndexBusyError."""
+        """Group positions by tenant, each with the tenancy for which slots are taken; (None, all) without tenants.
+        Raises IndexBusyError."""
         if (known := tenants.in_force()) is None:
             return [(None, positions)]
         limits, numbers = known.limits, self._tenant_numbers
@@ -395,7 +395,7 @@ class SlabStore(PathStore):
         return [(self._index.tenancy(shares, number), [positions[at] for at in some]) for number, some in of.items()]
 
     def _by_name(self, counts: Words) -> dict[str, int]:
-        """Counts by number of tenant, under the names that are configured here; those of others are "other"."""
+        """Return counts by tenant name from counts by tenant number; tenants not configured here are "other"."""
         names = {number: name for name, number in reversed(self._tenant_numbers.items())}
         found: Counter[str] = Counter()
         for number in np.flatnonzero(counts).tolist():
@@ -405,8 +405,8 @@ class SlabStore(PathStore):
     def _set_portion(
         self, batch: PageBatch, positions: Sequence[int], results: list[SetResult], tenancy: Words | None
     ) -> bool:
-        """Write pages; False where not all have slots, and the page before them is there: what follows would stand
-        behind a gap. Raises IndexBusyError, OSError."""
+        """Write pages. Return False if not all got slots and the page before them is there: later pages would follow a
+        gap in the chain. Raises IndexBusyError, OSError."""
         sizes = batch.sizes
         wanted: dict[int, Numbers] = {}
         if are_of_one_size(sizes):
@@ -448,7 +448,7 @@ class SlabStore(PathStore):
         return goes_on
 
     def _finish_writing(self, batch: PageBatch, moved: Moved, results: list[SetResult]) -> SlotReferences:
-        """What native code did not write; all pages that are written, by position."""
+        """Write what native code did not, and return all pages written, by position."""
         _fill(results, self._count_failed(moved), SetResult.ERROR)
         left, pages = moved.left, moved.left.pages()
         written = self._workers.run(len(pages), lambda n: self._write_page(batch, pages[n]), self._writers)
@@ -457,10 +457,10 @@ class SlabStore(PathStore):
         return SlotReferences.joined([moved.done, left.select(are_written)]).by_position()
 
     def _write_page(self, batch: PageBatch, page: SlotReference) -> bool:
-        """Whether it was written."""
+        """Write one page in Python; return whether it was written."""
         segments, slab = batch.buffers[page.position], self._index.slab(page.slab)
         if slab is None or sum([segment.nbytes for segment in segments]) != page.length:
-            # A batch that is wrong about its sizes: what is longer than its slot would be in the next one, too.
+            # The batch is wrong about its sizes: a page longer than its slot would overwrite the next slot.
             return False
         header = envelope.encode_header(batch.keys[page.position], segments, created_ms=milliseconds())
         try:
@@ -478,9 +478,9 @@ class SlabStore(PathStore):
         return self._forget(list(copies), seals=list(copies.values()))
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """Puts the pages out of reach at once, for everybody; what holds for the next start is written in the
-        background, and awaited for a moment. Then slabs without a page are deleted. One that has others, too, keeps its
-        blocks: a hole in it could not be written where others have filled the disk."""
+        """Put the pages out of reach immediately, for all processes. The notes for the next start are written in the
+        background, and awaited for a moment; then slabs without pages are deleted. A slab with other pages keeps its
+        blocks: a hole in it could not be written once others have filled the disk."""
         moment = milliseconds()
         cleared, had_pages = self._index.clear(digests)
         if cleared:
@@ -489,13 +489,13 @@ class SlabStore(PathStore):
         for _ in range(_TICKS):
             if milliseconds() > moment:
                 break
-            # What is written from now on is newer than what was cleared, also for a rebuild.
+            # Pages written after this call must be newer than the clear, also for a rebuild.
             time.sleep(0.0005)
         return had_pages
 
     def _free_disk(self, moment: int) -> None:
-        """Drop slabs without a page; of cleared pages in others, erase the headers that a rebuild would take for newer
-        than the clear at ``moment``. Raises ClearLaterError."""
+        """Drop slabs without pages. In other slabs, erase the headers of cleared pages that a rebuild would take for
+        newer than the clear at ``moment``. Raises ClearLaterError."""
         ticket = self._index.next_ticket()
         try:
             self._allocator.drop_empty_slabs()
@@ -513,7 +513,7 @@ class SlabStore(PathStore):
             raise ClearLaterError(str(error)) from error
 
     def _note_cleared(self, cleared: Sequence[bytes], moment: int) -> None:
-        """Raises ClearLaterError where the disk has not taken all of it."""
+        """Write and sync the notes of a clear. Raises ClearLaterError if the disk has not taken all of them."""
         notes = [partial(self._directory.note_cleared, digest, moment) for digest in cleared]
         syncs = [partial(self._directory.sync_cleared, digest) for digest in cleared]
         try:
@@ -525,14 +525,14 @@ class SlabStore(PathStore):
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _count_failed(self, moved: Moved) -> Sequence[int]:
-        """The positions of the pages that the disk failed, once what it said is counted."""
+        """Count the errors of the disk, and return the positions of the pages that failed."""
         for code in moved.failed.values():
             self._count_error(OSError(code, os.strerror(code)))
         return list(moved.failed)
 
 
 def _fill(results: list[Any], positions: Sequence[int] | npt.NDArray[np.int64], result: Any) -> None:
-    """The same result at many positions."""
+    """Set the same result at many positions."""
     if len(positions) == len(results):
         results[:] = [result] * len(results)
     else:
