@@ -132,7 +132,7 @@ class ReloadableStore(TieredStore):
             assert store is not None
             store.put_seal(seal)
             # Nor what was read ahead with it: who has a key that leaked may have made these pages.
-            self.forget_what_was_fetched(before[name])
+            self.drop_prefetched(before[name])
         for name, tier in changed.items():
             tier.admit_by(admission_of(wanted[name], config.role, self._writers))
             _put_limits(tier, wanted[name])
