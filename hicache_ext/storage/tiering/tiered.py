@@ -476,7 +476,7 @@ class TieredStore:
         return [all(known) for known in zip(*answers, strict=True)] if answers else [False] * len(keys)
 
     def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
-        """Return the length of the leading run that another node finds: in the written tiers, the shared ones if any."""
+        """Return the length of the leading run that other nodes find: in the written tiers, the shared ones if any."""
         with self._entered() as arrangement:
             written = [*arrangement.sync, *arrangement.later]
             pool = [tier for tier in written if tier.describe().shared] or written
