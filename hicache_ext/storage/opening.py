@@ -1,4 +1,4 @@
-"""From the configuration to one store: opens every tier, puts its guards around it, and the tiers together."""
+"""From the configuration to one store: opens every tier with its guards and combines the tiers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hicache_ext.storage.tiering.reload import ReloadableStore
 
 
 def open_tiers(config: HicacheExtConfig, *, writers: int = 1) -> ReloadableStore:
-    """The store that SGLang's calls go to: every tier opened, its guards around it, the tiers put together.
-    ``writers``: how many ranks of the server write pages of their own.
+    """Open all tiers with their guards and return the store that SGLang's calls go to.
+    ``writers``: number of ranks of the server that write their own pages.
 
     Raises StoreSetupError for a required tier that cannot start, after closing what was opened before; a tier with
-    ``required: false`` is opened later by itself.
+    ``required: false`` opens later on its own.
     """
     return ReloadableStore(config, writers)
 
 
 def server_view(role: ServerRole, tp_rank: int) -> Callable[[HicacheExtConfig], HicacheExtConfig]:
-    """What a server of ``role`` goes by, on this rank, of what a file that several share says.
+    """Return the view of a shared configuration file that applies to a server of ``role`` on this rank.
 
-    The view raises ConfigError where the file has nothing for this rank.
+    The view raises ConfigError if the file has nothing for this rank.
     """
 
     def view(config: HicacheExtConfig) -> HicacheExtConfig:

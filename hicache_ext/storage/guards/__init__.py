@@ -1,4 +1,4 @@
 """Guards: what keeps inference alive when a tier is slow, dead or failing.
 
-``pipeline.GuardedStore`` has them around a tier. What each does: docs/guards.md; why: docs/decisions.
+``pipeline.GuardedStore`` applies them to a tier. What each does: docs/guards.md; why: docs/decisions.
 """

@@ -1,15 +1,15 @@
 """The circuit breaker of a tier: judges its calls, gives it up, and probes it in the background.
 
-Score is kept of reads and writes apart, whatever a store says where it refuses one of them. Reads and look-ups open the
-breaker: one that ran into its deadline immediately, because the next one would cost as much; half of the recent ones
-failed or slow, too; and so do reads with damaged pages, if they are half of the recent reads. After a call that ran
-into a learnt deadline the breaker is in *doubt*: the tier hangs, or is slower than it was. Writes by the same measures
-pause writes alone (``WritePause``), and those that ran into a deadline have the tier probed. A connection that is gone
-counts for both.
+Reads and writes are scored separately, because a store may refuse only one of them. Three things open the breaker: one
+read or look-up that ran into its deadline (immediately, because the next one would cost as much); half of the recent
+reads and look-ups failed or slow; and damaged pages in half of the recent reads. After a call that ran into a learnt
+deadline the breaker is in *doubt*: the tier hangs, or is slower than it was. By the same measures, writes pause only
+writes (``WritePause``), and a write that ran into a deadline triggers a probe of the tier. A lost connection counts for
+both.
 
-A probe reads the page whose read failed, or one that is absent, and looks it up; on a thread of its own into memory of
-its own, never on SGLang's threads, never into host pages. States, slow
-start and pauses: runtime/breaker.py. Reasons: docs/decisions/guards.md.
+A probe reads the page whose read failed, or an absent one, and looks it up. It runs on its own thread into its own
+memory, never on SGLang's threads or into host pages.
+States, slow start and pauses: runtime/breaker.py. Reasons: docs/decisions/guards.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROBE_INTERVAL = 1.0
 """Seconds before the first probe of a tier that was given up."""
 LONGEST_PROBE_INTERVAL = 30.0
 SLOW_START = 5.0
-"""Seconds during which a tier that came back gets a growing share of the calls."""
+"""Seconds during which a recovered tier gets a growing share of the calls."""
 
 _RECENT_CALLS = 10
 _RECENT_SECONDS = 60.0
@@ -44,18 +44,18 @@ _LEAST_BAD_CALLS = 3
 _BAD_SHARE = 0.5
 _ANSWERS = (GetResult.HIT, GetResult.MISS, GetResult.CORRUPT)
 _LEARNT = ", the limit learnt from earlier ones"
-_SAID_AGAIN = 60.0
-"""Seconds between two lines about writes."""
+_LOG_INTERVAL = 60.0
+"""Seconds between two log lines about writes."""
 _PROBE_KEY = b"hicache_ext/prob" + bytes(32)
-"""A page that nobody stores."""
+"""Key of a page that nobody stores."""
 _SLOWEST_BANDWIDTH = 100e6
-"""Bytes per second. A slower read takes longer than to compute the pages again."""
+"""Bytes per second. A slower read takes longer than computing the pages again."""
 _SLOWEST_LOOK_UP = 0.001
-"""Seconds per key found, beyond ``slow_call``: to compute a page takes several times as long."""
+"""Seconds per key found, beyond ``slow_call``. Computing a page takes several times as long."""
 
 
 class Outcome(enum.Enum):
-    """What a call shows about its tier."""
+    """What the result of a call says about its tier."""
 
     GOOD = "good"
     SLOW = "slow"
@@ -64,11 +64,11 @@ class Outcome(enum.Enum):
     LATE = "late"
     """Cut by a learnt deadline: the tier hangs, or is slower than it was."""
     UNKNOWN = "unknown"
-    """Nothing: the call may not have reached the medium."""
+    """No evidence: the call may not have reached the medium."""
 
 
 Judgement = tuple[Outcome, str]
-"""With the reason, for the log."""
+"""An outcome with its reason, for the log."""
 
 
 class TierBreaker(Breaker):
@@ -85,19 +85,19 @@ class TierBreaker(Breaker):
         slow_start: float = SLOW_START,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``store``: whose name and metrics it uses. ``read`` and ``look_up``: by the probe, with the whole timeout;
-        the latter says whether it was answered."""
+        """``store`` provides name and metrics. The probe calls ``read`` and ``look_up``, with the whole timeout;
+        ``look_up`` returns whether it was answered."""
         self._store = store
         self.slow_call = slow_call
-        """Seconds, besides what the bytes take at 100 MB/s, after which a call is slow. May change."""
+        """Seconds, in addition to what the bytes take at 100 MB/s, after which a call is slow. May change."""
         self._read = read
         self._look_up = look_up
         self.writes = WritePause(clock)
-        self._log = LimitedLog(logger, _SAID_AGAIN, clock)
+        self._log = LimitedLog(logger, _LOG_INTERVAL, clock)
         self._recent: dict[str, deque[tuple[float, bool]]] = {
             score: deque(maxlen=_RECENT_CALLS) for score in ("reads and look-ups", "writes", "pages that arrived")
         }
-        """(when, whether bad, or damaged)."""
+        """Score -> (time, whether the call was bad or its pages damaged) of recent calls."""
         self._suspect: tuple[bytes, int] | None = None
         """Key and payload bytes of a page whose read failed."""
         self._opened_at = 0.0
@@ -113,7 +113,7 @@ class TierBreaker(Breaker):
     # -- what a call shows -----------------------------------------------------------------------------------------
 
     def transferred(self, ticket: int, call: Call, batch: PageBatch, results: list[R], seconds: float) -> None:
-        """A ``get`` or ``set`` has ended after ``seconds``, without those in our own queue: that is no evidence."""
+        """Judge a ``get`` or ``set`` that took ``seconds``, excluding time in our own queue, which is no evidence."""
         outcome, reason = self._judge_transfer(call, batch, results, seconds) if results else (Outcome.UNKNOWN, "")
         if call.name == "set":
             self.record_write(ticket, outcome, reason)
@@ -123,14 +123,14 @@ class TierBreaker(Breaker):
         if outcome is not Outcome.GOOD and results:
             self._suspect = (batch.keys[0], batch.sizes[0])
         self.record(ticket, outcome, reason)
-        # A damaged page is computed again. If most pages are damaged, reads cost their transfers for nothing.
+        # A damaged page is computed again. If most pages are damaged, reads are wasted transfers.
         read: list[Any] = results
         damaged, good = read.count(GetResult.CORRUPT), read.count(GetResult.HIT)
         if damaged or good:
             self.record_read(ticket, damaged >= good, f"{damaged} of {damaged + good} pages were damaged")
 
     def answered(self, ticket: int, call: Call, found: int, seconds: float) -> None:
-        """A look-up or a removal has ended. What it did not find says nothing of the tier."""
+        """Judge a look-up or a removal that has ended. Keys it did not find are no evidence about the tier."""
         late = not found and seconds >= (call.seconds - call.queued) * AT_LIMIT
         unanswered = call.unanswered
         if call.name == "remove":
@@ -149,7 +149,7 @@ class TierBreaker(Breaker):
     def _judge_transfer(self, call: Call, batch: PageBatch, results: list[R], seconds: float) -> Judgement:
         kind = type(results[0])
         timeouts, errors = results.count(kind.TIMEOUT), results.count(kind.ERROR)
-        # A write of a page that EXISTS shows nothing.
+        # A write of a page that EXISTS is no evidence.
         answers = (SetResult.STORED,) if call.name == "set" else _ANSWERS
         answered = sum(result in answers for result in results)
         if timeouts and not answered:
@@ -157,7 +157,7 @@ class TierBreaker(Breaker):
         if timeouts:
             arrived = sum([size for size, r in zip(batch.sizes, results, strict=True) if r in answers])
             if arrived >= seconds * _SLOWEST_BANDWIDTH:
-                # Slow for this size, but the pages that came in time are of use.
+                # Slow for this size, but the pages that came in time are useful.
                 return Outcome.GOOD, ""
             return Outcome.SLOW, f"{timeouts} of {len(results)} pages did not arrive within {seconds:.2g} s"
         if errors and errors >= answered:
@@ -169,7 +169,7 @@ class TierBreaker(Breaker):
         return Outcome.GOOD, ""
 
     def raised(self, ticket: int, call: Call, error: Exception) -> None:
-        """A call raised, which no store is to do."""
+        """Judge a call that raised, which the contract forbids."""
         reason = f"a call raised {type(error).__name__}"
         writes = call.name in ("set", "remove")
         if writes:
@@ -178,7 +178,7 @@ class TierBreaker(Breaker):
             self.record(ticket, Outcome.FAILED, reason)
 
     def record_write(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
-        """How a write ended, as ``record``: nothing but writes is held back for it."""
+        """Record how a write ended, like ``record``; it can pause only writes."""
         name = self._store.name
         if outcome is Outcome.GOOD:
             self._is_too_much("writes", ticket, False)
@@ -193,7 +193,7 @@ class TierBreaker(Breaker):
                 )
                 self._log.log(logging.WARNING, "pause", words, name, reason, WRITE_PAUSES.first, WRITE_PAUSES.longest)
             if late:
-                # It may hang altogether, which the next call is not to find out.
+                # The tier may hang entirely; a probe should find that out, not the next call.
                 self.examine(reason)
 
     def _examined(self) -> None:
@@ -202,7 +202,7 @@ class TierBreaker(Breaker):
             self.writes.end()
 
     def record(self, ticket: int, outcome: Outcome, reason: str = "") -> None:
-        """How the read or look-up ended that ``ticket`` was given for; ``reason`` is for the log."""
+        """Record how the read or look-up of ``ticket`` ended; ``reason`` is for the log."""
         if outcome is Outcome.UNKNOWN:
             return
         too_much = self._is_too_much("reads and look-ups", ticket, outcome is not Outcome.GOOD)
@@ -210,12 +210,12 @@ class TierBreaker(Breaker):
             self.trip(reason, ticket, in_doubt=outcome is Outcome.LATE)
 
     def record_read(self, ticket: int, damaged: bool, reason: str) -> None:
-        """Whether the pages that a call read, besides how it ended, were mostly not what somebody had written."""
+        """Record, separately from how a read ended, whether most of its pages were damaged."""
         if self._is_too_much("pages that arrived", ticket, damaged):
             self.trip(reason, ticket)
 
     def _is_too_much(self, score: str, ticket: int, bad: bool) -> bool:
-        """Note a call; whether enough of those of the last minute were bad. In the slow start one is enough."""
+        """Note a call; return whether enough calls of the last minute were bad. During slow start one is enough."""
         now = self._clock()
         with self._lock:
             if ticket != self._generation or self._state is BreakerState.OPEN:
@@ -244,14 +244,14 @@ class TierBreaker(Breaker):
                 words = "hicache_ext: tier %s answers again after %.2g s; calls come back over %g s"
                 logger.warning(words, name, down, slow_start)
             case BreakerState.CLOSED:
-                # They were paused on evidence of the time before.
+                # Writes were paused on evidence from before the tier recovered.
                 self.writes.end()
                 logger.warning("hicache_ext: tier %s is in full use again", name)
 
     # -- probing ---------------------------------------------------------------------------------------------------
 
     def _is_healthy(self) -> bool:
-        """Whether a read and a look-up are answered in time."""
+        """Return whether a read and a look-up are answered in time."""
         key, size = self._suspect or (_PROBE_KEY, 1)
         begun, healthy, longest = self._clock(), False, self.slow_call
         try:

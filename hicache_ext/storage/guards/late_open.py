@@ -1,6 +1,6 @@
-"""Late opening: a tier that could not start is opened in the background as soon as it can be, without a restart.
+"""Late opening: a tier that could not start is opened in the background as soon as possible, without a restart.
 
-For tiers with ``required: false``. Until then everything is REJECTED or absent. What was registered meanwhile
+This is for tiers with ``required: false``. Until then everything is REJECTED or absent. What was registered meanwhile
 (identities, host memory) is registered with the store before its first page.
 """
 
@@ -37,9 +37,9 @@ class LateStore:
         first_wait: float,
         first_pause: float = FIRST_PAUSE,
     ) -> None:
-        """Waits up to ``first_wait`` seconds for the first attempt. Raises ConfigError if that says so.
+        """Wait up to ``first_wait`` seconds for the first attempt. Raises ConfigError if the attempt does.
 
-        ``shared``: what the store will say of itself, which has to be known before it is open.
+        ``shared``: whether the store is shared, which must be known before it is open.
         """
         self._name = name
         self._type = type_name
@@ -49,7 +49,7 @@ class LateStore:
         self._lock = threading.Lock()
         self._store: PageStore | None = None
         self._waiting: dict[object, Callable[[PageStore], object]] = {}
-        """Registrations and clear() calls that are made up for before anybody may read from the store."""
+        """Registrations and clear() calls to replay before anybody may read from the store."""
         self._last_problem = "it is still being opened"
         self._config_error: ConfigError | None = None
         self._attempted = threading.Event()
@@ -158,7 +158,7 @@ class LateStore:
         return 0 if store is None else store.remove(keys)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        """Of a store that is not open: it is made up for before the store is in use."""
+        """Clear the store. If it is not open yet, the clear() is replayed before the store is in use."""
         if self._loop.stopping:
             raise StoreClosedError(self._name)
         wanted = None if digests is None else tuple(digests)
@@ -166,14 +166,14 @@ class LateStore:
         return 0 if store is None else store.clear(digests)
 
     def _or_later(self, what: object, call: Callable[[PageStore], object]) -> PageStore | None:
-        """The store; None where it is not open, and ``call`` is made up for then, once for the same ``what``."""
+        """Return the store, or None if it is not open; then queue ``call`` for later, once per ``what``."""
         with self._lock:
             if self._store is None:
                 self._waiting[what] = call
             return self._store
 
     def close(self) -> None:
-        """Does not wait for an attempt that hangs: what it opens is closed when it ends."""
+        """Close the store. An attempt that hangs is not waited for: what it opens is closed when it ends."""
         with self._lock:
             self._loop.stop(0)
             store = self._store

@@ -1,24 +1,24 @@
-"""Which guards a tier gets, and the one object that they are: a pipeline that every call of the tier passes.
+"""The guards of a tier: which of them it gets, and the pipeline that applies them to every call of the tier.
 
-The order of its rules, from SGLang inwards, and why each stands where it does:
+The order of its rules, from SGLang inwards, and the reason for each position:
 
-1. *Exists budget*: look-ups of SGLang's scheduler go on on another thread. It is the outermost, because everything
-   below may wait. Nothing remembers that a page is absent: SGLang asks for a chain again because somebody may have
-   written it meanwhile, and as often as it schedules, which no number of seconds here could follow.
+1. *Exists budget*: look-ups of SGLang's scheduler run on another thread. This is the outermost rule, because everything
+   below may wait. Absence of a page is never cached: SGLang asks for a chain again because somebody may have written it
+   meanwhile, and it asks every time it schedules, which no fixed number of seconds here could match.
 2. *Time limit* (time_limits.py): from here on a call has a deadline, which the queue, the retries and the store share.
-   The breaker's probes begin behind it and have the whole timeout, not the learnt one. Reads and look-ups delay a first
+   The breaker's probes enter behind it and have the whole timeout, not the learnt one. Reads and look-ups delay a first
    token; writes do not, and may take longer. Each kind learns separately.
-3. *Breaker* (breaker.py): refuses calls while the tier is given up, and writes while the tier refuses them: of those
-   it is only asked which pages it has. A call that is refused takes no place in the queue.
-4. *Concurrency limit*: a bounded number of calls simultaneously (reads, writes, promotion, prefetch together); removals
-   are rare and go past it. The queue is this process's own and says nothing about the tier. So a call waits at most
-   half of its time, which leaves the tier twice what its slowest recent call took; the breaker subtracts the wait.
-5. *Deadline* (time_limits.py): ends the call, for a store that cannot do so itself. What waits for a place holds none
-   of its memory.
-6. *Retry*: pages whose transfer failed are tried again while there is time, on the thread of the deadline.
+3. *Breaker* (breaker.py): refuses calls while the tier is given up. While only writes are paused, a write just looks up
+   which pages the tier already has. A refused call takes no place in the queue.
+4. *Concurrency limit*: bounds the calls in flight (reads, writes, promotion, prefetch together); removals are rare and
+   bypass it. The queue is this process's own and is no evidence about the tier. So a call waits at most half of its
+   time, which leaves the tier twice what its slowest recent call took; the breaker subtracts the wait.
+5. *Deadline* (time_limits.py): ends the call, for a store that cannot do so itself. A call that waits for a place holds
+   no bounce memory.
+6. *Retry*: pages whose transfer failed are retried while there is time, on the thread of the deadline.
 
-Then comes the store. One that opens itself later (late_open.py) is a store like any other here. clear() and
-register_identity() are rare, and a refused one is lost: they pass in every state.
+The store comes last; a store that opens late (late_open.py) is treated like any other here. clear() and
+register_identity() are rare, and a refused one would be lost: they pass in every state.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ T = TypeVar("T")
 
 RETRIES = 1
 _LONGEST_CLOSE = 60.0
-"""Seconds, of a tier whose timeout was switched off."""
+"""Seconds that close() waits for a tier whose timeout was switched off."""
 CONCURRENCY = 16
 EXISTS_BUDGET = 0.005
 BOUNCE_MEMORY = 256 * 1024 * 1024
-"""Bytes for all calls under way of a tier; only what is used is allocated."""
+"""Bytes for all calls in flight on a tier; only what is used is allocated."""
 
 LEAST_READ = 0.25
-"""Seconds. Less would cut good calls: a busy machine, a server that forks, a new connection."""
+"""Seconds. A lower limit would cut good calls: a busy machine, a server that forks, a new connection."""
 LEAST_WRITE = 1.0
 _RETRY_PAUSES = Backoff(0.015, math.inf)
 """Seconds before a retry."""
@@ -71,14 +71,14 @@ class GuardPlan:
     """The guards of one tier, every "auto" resolved. Seconds and bytes."""
 
     timeout: float = math.inf
-    """Of a read or a look-up."""
+    """Limit of a read or a look-up."""
     write_timeout: float | None = None
-    """None: as ``timeout``."""
+    """Limit of a write; None: ``timeout``."""
     bounce_memory: int = 0
-    """0: the store keeps its timeout itself."""
+    """0: the store enforces its timeout itself."""
     retries: int = 0
     slow_call: float = SLOW_CALL
-    """As of ``TierBreaker``, and so are the next two."""
+    """Parameter of ``TierBreaker``, like the next two."""
     probe_interval: float = PROBE_INTERVAL
     slow_start: float = SLOW_START
     concurrency: int = CONCURRENCY
@@ -86,15 +86,15 @@ class GuardPlan:
 
 
 def plan_guards(tier: TierConfig) -> GuardPlan:
-    """The guards for a tier as configured, on this node.
+    """Return the guards for a tier as configured, on this node.
 
-    A tier on local disks has none unless they are asked for: its reads go straight into host pages,
+    A tier on local disks has none unless they are configured: its reads go straight into host pages,
     and a copy through bounce memory would cost more than it protects from (docs/guards.md).
     """
     remote = tier.remote or any(is_on_network(path) for path in tier.directories())
     timeout = tier.timeout if tier.timeout is not None else READ_TIMEOUT if remote else math.inf
     limited = timeout != math.inf
-    # Who gives calls more time expects slow ones. Nobody calls a local disk slow whose timeout was switched off.
+    # A longer timeout means that slow calls are expected. A local disk without a timeout is never slow.
     slow_call = SLOW_CALL if remote and not limited else max(SLOW_CALL, timeout / 2)
     return GuardPlan(
         timeout=timeout,
@@ -135,7 +135,7 @@ class GuardedStore(DelegatingStore):
         )
         self.put_limits(plan)
 
-    # -- what others ask of the guards ---------------------------------------------------------------------------------
+    # -- state and limits ----------------------------------------------------------------------------------------------
 
     def describe(self) -> StoreInfo:
         info = self.inner.describe()
@@ -146,7 +146,7 @@ class GuardedStore(DelegatingStore):
         return {"breaker_state": self.breaker.state.level}
 
     def put_limits(self, plan: GuardPlan) -> None:
-        """Calls that begin from now on have the timeouts of this plan. All else stays: a tier that is down is not up
+        """Apply the timeouts of ``plan`` to calls that begin from now on. All else stays: a tier that is down is not up
         because its limits have changed."""
         if plan.bounce_memory and self.deadline is None:
             self.deadline = Deadline(self.inner, plan.bounce_memory)
@@ -155,7 +155,7 @@ class GuardedStore(DelegatingStore):
         self.breaker.slow_call = plan.slow_call
 
     def being_written(self) -> set[bytes]:
-        """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
+        """Return the pages whose write may still reach the store, even if its caller was answered TIMEOUT."""
         return set() if self.deadline is None else self.deadline.being_written()
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class GuardedStore(DelegatingStore):
     def set(self, batch: PageBatch) -> list[SetResult]:
         self._check_open()
         if self.breaker.examining or self.breaker.writes.reason:
-            # A store that may hang is not asked, either, however short the pause: it would cost another deadline.
+            # While the tier is examined it isn't asked for present pages either: if it hangs, that costs a deadline.
             present = [False] * len(batch) if self.breaker.examining else self.contains(batch.keys)
             self.metrics.add("rejected", "paused", present.count(False))
             return [SetResult.EXISTS if there else SetResult.REJECTED for there in present]
@@ -217,20 +217,20 @@ class GuardedStore(DelegatingStore):
         if self.breaker.closing:
             raise StoreClosedError(self.name)
 
-    # -- calls: what is asked of the store -----------------------------------------------------------------------------
+    # -- calls: to the store -------------------------------------------------------------------------------------------
 
     def _read(self, batch: PageBatch) -> list[GetResult]:
         call = self._reads.begin("get", len(batch), sum(batch.sizes))
         return self._transfer(call, batch, self.inner.get, GetResult, GetResult.HIT)
 
     def _read_to_probe(self, batch: PageBatch) -> list[GetResult]:
-        """A read of the breaker's own: with the whole timeout."""
+        """Read for the breaker's probe, with the whole timeout."""
         call = Call("get", len(batch), self._clock(), self._reads.longest, unanswered=Unanswered(is_probe=True))
         work = functools.partial(self._in_time, call, batch, self.inner.get, GetResult)
         return self._in_turn(call, work, [GetResult.REJECTED])
 
     def _look_up_to_probe(self, key: bytes) -> bool:
-        """A look-up of the breaker's own, as above: whether it was answered."""
+        """Look up a page for the breaker's probe, with the whole timeout; return whether it was answered."""
         call = Call("contains", 1, self._clock(), self._look_ups.longest, unanswered=Unanswered(is_probe=True))
         ask: Callable[[], list[bool] | None] = functools.partial(self.inner.contains, [key])
         deadline = self._deadline_of(call)
@@ -248,16 +248,16 @@ class GuardedStore(DelegatingStore):
         return self._passed(call, work, [kind.REJECTED] * call.pages, [kind.ERROR] * call.pages, judge)
 
     def _in_time(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R]) -> list[R]:
-        """``move`` of the batch, with retries, by its deadline."""
+        """Move the batch, with retries, by the deadline of the call."""
 
-        def tried(part: PageBatch) -> list[R]:
-            return self._tried(call, part, move, kind.ERROR)
+        def move_with_retries(part: PageBatch) -> list[R]:
+            return self._with_retries(call, part, move, kind.ERROR)
 
         deadline = self._deadline_of(call)
-        return tried(batch) if deadline is None else deadline.transfer(call, batch, tried, kind)
+        return move_with_retries(batch) if deadline is None else deadline.transfer(call, batch, move_with_retries, kind)
 
     def _deadline_of(self, call: Call) -> Deadline | None:
-        """What ends this call; None where the store does, or nothing need."""
+        """Return the guard that ends this call; None if the store does so itself or the call has no limit."""
         return self.deadline if call.seconds < math.inf else None
 
     def _ask_each(self, keys: Sequence[bytes]) -> list[bool]:
@@ -279,13 +279,13 @@ class GuardedStore(DelegatingStore):
         def ask_in_time() -> T:
             if (deadline := self._deadline_of(call)) is None:
                 return ask(keys)
-            # What is left behind must not see what the caller makes of its list.
+            # A copy, because a call that is left behind must not see later changes to the caller's list.
             return deadline.answer(call, functools.partial(ask, list(keys)), nothing)
 
         def judge(ticket: int, answer: T, seconds: float) -> int:
             number = found(answer)
             self.breaker.answered(ticket, call, number, seconds)
-            # contains() has looked at all of them, count_leading() up to the first gap.
+            # contains() has looked at all keys, count_leading() only up to the first gap.
             return call.amount if number and call.name == "contains" else number
 
         return self._passed(call, ask_in_time, nothing, nothing, judge)
@@ -295,8 +295,8 @@ class GuardedStore(DelegatingStore):
     def _passed(
         self, call: Call, work: Callable[[], T], refused: T, failed: T, judge: Callable[[int, T, float], int]
     ) -> T:
-        """The answer of ``work``. ``judge(ticket, answer, seconds)`` tells the breaker, and returns the amount that the
-        answer is evidence for."""
+        """Return the answer of ``work``. ``judge(ticket, answer, seconds)`` informs the breaker and returns the amount
+        that the answer is evidence for."""
         self._check_open()
         ticket = self.breaker.admit()
         if ticket is None:
@@ -319,7 +319,7 @@ class GuardedStore(DelegatingStore):
         return answer
 
     def _in_turn(self, call: Call, work: Callable[[], T], refused: T) -> T:
-        """``work``, in a place of the concurrency limit, with the deadline of its call."""
+        """Run ``work`` within the concurrency limit, with the deadline of its call."""
         is_limited = call.name != "remove"
         if is_limited:
             patience = 0.0 if must_answer_at_once() else min(call.seconds, self._reads.longest) / 2
@@ -336,8 +336,8 @@ class GuardedStore(DelegatingStore):
             if is_limited:
                 self._places.release()
 
-    def _tried(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], error: R) -> list[R]:
-        """Move the batch, and what ended in ERROR again: MISS, CORRUPT, REJECTED and TIMEOUT are answers."""
+    def _with_retries(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], error: R) -> list[R]:
+        """Move the batch; retry pages that ended in ERROR: MISS, CORRUPT, REJECTED and TIMEOUT are answers."""
         latest = self._clock() + call.seconds * _LATEST_RETRY
         results = one_for_each(move(batch), len(batch))
         for attempt in range(1, self._retries + 1):
@@ -354,17 +354,17 @@ class GuardedStore(DelegatingStore):
 
 # -- exists budget -----------------------------------------------------------------------------------------------------
 #
-# Decode nodes look pages up on SGLang's scheduler thread, where a store that hangs would stop every request. There a
-# look-up runs on another thread. What is not known within the budget is answered as absent; what the look-up finds
+# Decode nodes look pages up on SGLang's scheduler thread, where a store that hangs would stop every request. So the
+# look-up runs on another thread. Pages not found within the budget are answered as absent; what the look-up finds
 # later is kept for a few seconds for the next one.
 
 
 _MOST_ENTRIES = 65536
-"""About 10 MB."""
+"""Entries of the cache of found pages; about 10 MB."""
 _FOUND_LIFE = 5.0
 """Seconds for which a found page is answered as present. A hint only: the read may still miss."""
 _MOST_CALLS = 4
-"""With so many calls left behind, further look-ups are answered from memory alone."""
+"""Number of calls left behind from which further look-ups are answered only from the cache."""
 
 
 class ExistsBudget:
@@ -377,10 +377,10 @@ class ExistsBudget:
         self.threads = ThreadPool(f"hicache-{store.name}-exists")
         self._lock = threading.Lock()
         self._found: dict[bytes, float] = {}
-        """Key -> until when it is answered as present, in that order: all entries live equally long."""
+        """Key -> time until which it is answered as present, in order of that time: all entries live equally long."""
         self._forgotten: dict[object, set[bytes]] = {}
-        """Of each look-up under way, the keys that were forgotten since it began: it may have looked before that. A
-        look-up that is not there any more keeps nothing, because everything was forgotten."""
+        """Look-up in flight -> keys forgotten since it began, because it may have looked before that. A look-up that is
+        no longer listed here caches nothing, because everything was forgotten."""
 
     def contains(self, keys: Sequence[bytes], ask: Callable[[list[bytes]], list[bool]]) -> list[bool]:
         known = self._known(keys)
@@ -400,7 +400,7 @@ class ExistsBudget:
         return bool(self._found or self._forgotten)
 
     def forget(self, keys: Sequence[bytes] | None = None) -> None:
-        """The answer for these (None: all) may be another one now."""
+        """Forget what is cached about ``keys`` (None: all), because it may have changed."""
         with self._lock:
             if keys is None:
                 self._found.clear()
@@ -418,14 +418,14 @@ class ExistsBudget:
 
     def _known(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            # Keys that are numbers stay numbers as long as nothing is remembered.
+            # Keys in numeric form need not be converted while nothing is cached.
             if not self._found or self._found.keys().isdisjoint(keys):
                 return [False] * len(keys)
             now = self._clock()
             return [self._found.get(key, 0.0) > now for key in keys]
 
     def _remember(self, keys: Iterable[bytes]) -> None:
-        """The lock is held."""
+        """Cache ``keys`` as present; drop expired entries. The lock is held."""
         now = self._clock()
         for key in keys:
             self._found.pop(key, None)
@@ -437,7 +437,7 @@ class ExistsBudget:
             del self._found[oldest]
 
     def _found_in_time(self, asked: Sequence[bytes], find: Callable[[], list[bytes]]) -> list[bytes]:
-        """What ``find`` finds of ``asked``, on another thread; nothing where that did not end within the budget."""
+        """Return what ``find`` finds of ``asked``, on another thread; nothing if it did not end within the budget."""
 
         def look() -> list[bytes]:
             found, look_up = list[bytes](), object()

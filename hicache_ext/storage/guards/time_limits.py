@@ -1,4 +1,4 @@
-"""How long a call may take: the configured timeout, or less where calls of the tier took less lately.
+"""How long a call may take: the configured timeout, or less if recent calls of the tier took less.
 
 A tier that answers within milliseconds and then hangs should not cost the whole timeout. A call gets four times what
 the slowest of the last 32 calls of its size took, at least ``least`` (a busy machine, a new connection) and at most
@@ -51,32 +51,32 @@ _LIFE = 300.0
 
 @dataclass(slots=True)
 class Call:
-    """One call on its way through the guards. Seconds, by the clock of the guards."""
+    """One call on its way through the guards. Times are seconds by the clock of the guards."""
 
     name: str
-    """Of the PageStore's method."""
+    """Name of the PageStore's method."""
     pages: int
     begun: float
     seconds: float
-    """Its limit; infinite without a timeout."""
+    """Limit of the call; infinite without a timeout."""
     amount: int = 0
     """Bytes or keys."""
     limits: LearntLimit | None = None
-    """What learns from it, if anything does."""
+    """The limit that learns from this call, if any."""
     learnt: bool = False
-    """Whether its limit is shorter than configured."""
+    """Whether the limit is shorter than configured."""
     queued: float = 0.0
-    """How long it has waited for its place."""
+    """Time spent waiting for a place in the concurrency limit."""
     unanswered: Unanswered = field(default_factory=Unanswered)
-    """What a look-up could not find out."""
+    """Pages whose presence a look-up could not determine."""
 
     @property
     def deadline(self) -> float:
         return self.begun + self.seconds
 
     def ended(self, shown: int, now: float) -> None:
-        """Learn from it. ``shown``: the amount that its answer is evidence for: absent pages take no time, and failed
-        ones are no evidence."""
+        """Learn from the call. ``shown``: the amount that its answer is evidence for: absent pages take no time, and
+        failed ones are no evidence."""
         if self.limits is None:
             return
         taken = now - self.begun
@@ -90,22 +90,22 @@ class LearntLimit:
     """The limit of calls of one kind; an amount is bytes or keys. Threads: any."""
 
     def __init__(self, least: float, clock: Callable[[], float] = time.monotonic, longest: float = math.inf) -> None:
-        """Nothing is learnt where ``longest`` is infinite, or no more than ``least``."""
+        """Nothing is learnt if ``longest`` is infinite or at most ``least``."""
         self.longest = longest
-        """May change, for calls that begin from then on. What was learnt stays."""
+        """May change; applies to calls that begin later. What was learnt stays."""
         self._least = least
         self._clock = clock
         self._lock = threading.Lock()
         self._by_size: dict[int, deque[tuple[float, float]]] = {}
-        """log2 of the amount -> (when, seconds) of recent calls."""
+        """log2 of the amount -> (end time, seconds) of recent calls."""
 
     def begin(self, name: str, pages: int, amount: int) -> Call:
-        """A call of ``amount`` that begins now."""
+        """Begin a call of ``amount`` now."""
         longest, seconds = self.longest, self.seconds(amount)
         return Call(name, pages, self._clock(), seconds, amount, self, seconds < longest)
 
     def seconds(self, amount: int) -> float:
-        """The limit of a call of ``amount``."""
+        """Return the limit of a call of ``amount``."""
         if not self._least < self.longest < math.inf:
             return self.longest
         since = self._clock() - _LIFE
@@ -118,61 +118,61 @@ class LearntLimit:
         return self.longest
 
     def observe(self, amount: int, seconds: float) -> None:
-        """A call of ``amount`` has ended, or was cut at ``longest``, after ``seconds``."""
+        """Learn from a call of ``amount`` that has ended, or was cut at ``longest``, after ``seconds``."""
         with self._lock:
             self._calls_of(amount).append((self._clock(), seconds))
 
     def observe_cut(self, amount: int, seconds: float) -> None:
-        """A call of ``amount`` was cut at a learnt limit, after ``seconds``."""
+        """Learn from a call of ``amount`` that was cut at a learnt limit, after ``seconds``."""
         with self._lock:
             self._calls_of(amount)
             for calls in self._by_size.values():
                 calls.append((self._clock(), seconds))
 
     def _calls_of(self, amount: int) -> deque[tuple[float, float]]:
-        """The lock is held."""
+        """Return the recent calls of this size class. The lock is held."""
         return self._by_size.setdefault(amount.bit_length(), deque(maxlen=_RECENT_CALLS))
 
 
-# -- who keeps to it ---------------------------------------------------------------------------------------------------
+# -- the deadline guard ------------------------------------------------------------------------------------------------
 #
-# The deadline guard: no call takes longer than its limit, and what comes late touches no host page. For stores that
-# cannot end a call themselves (a hung NFS mount, a client library that waits). The call runs on another thread, with
+# No call takes longer than its limit, and a late one touches no host page. The guard is for stores that cannot end a
+# call themselves (a hung NFS mount, a client library that waits). The call runs on another thread, with
 # *bounce memory* of the guard in place of SGLang's host pages: a read is copied into the host pages only if it ended in
 # time; a write goes out from a copy. A late call is left behind and keeps its piece of that memory until it ends. When
-# too many calls are left behind, or they hold too much, further calls are REJECTED immediately.
+# too many calls are left behind, or they hold too much memory, further calls are REJECTED immediately.
 
 
 MOST_STUCK_CALLS = 8
-"""Calls left behind at which further ones are refused: each holds a thread."""
+"""Number of calls left behind from which further ones are refused: each holds a thread."""
 _PORTIONS = 4
-"""A batch takes at most this part of the bounce memory at a time, so that several calls can have some."""
+"""A batch takes at most 1/_PORTIONS of the bounce memory at a time, so that several calls can have some."""
 
 
 class Deadline:
     """Ends each call of ``store`` by its own deadline. Threads: any."""
 
     def __init__(self, store: PageStore, bounce_memory: int) -> None:
-        """``bounce_memory``: bytes for all calls under way; a page that is larger waits until they have ended."""
+        """``bounce_memory``: bytes for all calls in flight; a page that is larger waits until they have ended."""
         self._store = store
         self.bounce = LentMemory(bounce_memory)
         self._portion = bounce_memory // _PORTIONS
         self._threads = ThreadPool(f"hicache-{store.name}-deadline")
         self._calls = CallGate(store.name)
         self._being_written: dict[int, PageBatch] = {}
-        """Writes under way, and those left behind."""
+        """Writes in flight, including those left behind."""
 
     def being_written(self) -> set[bytes]:
-        """Pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
+        """Return the pages whose write may still reach the store, even if its caller was answered TIMEOUT."""
         return {key for batch in list(self._being_written.values()) for key in batch.keys}
 
     @property
     def stuck_calls(self) -> int:
-        """Calls that were left behind and have not ended."""
+        """Number of calls that were left behind and have not ended."""
         return self._threads.left_behind
 
     def answer(self, call: Call, work: Callable[[], T], otherwise: T) -> T:
-        """What ``work`` returns or raises; ``otherwise`` if it does not end in time."""
+        """Return or raise what ``work`` does; return ``otherwise`` if it does not end in time."""
         with self._calls:
             try:
                 return self._ended(work, call.deadline)
@@ -183,7 +183,7 @@ class Deadline:
             return otherwise
 
     def transfer(self, call: Call, batch: PageBatch, move: Callable[[PageBatch], list[R]], kind: type[R]) -> list[R]:
-        """``move`` of the batch over bounce memory, portion by portion; what did not end in time is TIMEOUT."""
+        """Move the batch over bounce memory, portion by portion; pages that are not done in time are TIMEOUT."""
         results = [kind.TIMEOUT] * len(batch)
         with self._calls:
             try:
@@ -193,7 +193,7 @@ class Deadline:
                     except (TooLateError, NotBegunError, StoreClosedError):
                         raise
                     except Exception as error:
-                        # A store that breaks its promise loses no page but those of this portion.
+                        # If a store breaks its contract by raising, only the pages of this portion are lost.
                         if len(portion) == len(batch):
                             raise
                         logger.warning("hicache_ext: tier %s: a part of a call raised %r", self._store.name, error)
@@ -208,7 +208,7 @@ class Deadline:
         return results
 
     def close(self, close_store: Callable[[], None], seconds: float) -> None:
-        """Waits for calls under way, the store's own close() included, for at most ``seconds``."""
+        """Wait for calls in flight, including the store's own close(), for at most ``seconds``."""
         if not self._calls.shut():
             return
         name, deadline = self._store.name, time.monotonic() + seconds
@@ -253,7 +253,7 @@ class Deadline:
 
     @contextmanager
     def _lent(self, batch: PageBatch, deadline: float) -> Iterator[tuple[Lease, PageBatch]]:
-        """A piece of bounce memory, and the batch over it, a segment for each page."""
+        """Yield a lease of bounce memory and the batch over it, one segment per page."""
         lease = self.bounce.take(batch.sizes, deadline)
         if lease is None:
             raise TooLateError if time.monotonic() >= deadline else NotBegunError
@@ -264,7 +264,7 @@ class Deadline:
                 self.bounce.give_back(lease)
 
     def _ended(self, work: Callable[[], T], deadline: float, lease: Lease | None = None) -> T:
-        """What ``work`` returns or raises, if it ends by ``deadline``; else TooLateError or NotBegunError."""
+        """Return or raise what ``work`` does if it ends by ``deadline``; else raise TooLateError or NotBegunError."""
 
         def end_late() -> None:
             if lease is not None:
@@ -274,7 +274,7 @@ class Deadline:
         if self.stuck_calls >= MOST_STUCK_CALLS:
             raise NotBegunError
         try:
-            # The context carries the deadline of this call.
+            # The copied context carries the deadline of this call.
             running = self._threads.start(functools.partial(contextvars.copy_context().run, work), end_late)
         except RuntimeError:
             raise NotBegunError from None
@@ -282,7 +282,7 @@ class Deadline:
             lease.in_use = True
         if not running.ended_within(deadline - time.monotonic()):
             if lease is not None:
-                # The call may end between the lines above and this: both sides only add and subtract.
+                # Safe even if the call ends between the lines above and this: both sides only add and subtract.
                 self.bounce.leave_behind(lease)
             raise TooLateError
         if lease is not None:

@@ -1,1 +1,1 @@
-"""What a running server needs beside its tiers: its file, its control socket, hints, warming, metrics."""
+"""What a running server needs besides its tiers: its file, its control socket, hints, warming, metrics."""

@@ -31,7 +31,7 @@ View = Callable[[HicacheExtConfig], HicacheExtConfig]
 
 
 class ConfigFile:
-    """Reloads a store from its file, on threads of its own. SGLang's threads only run the constructor."""
+    """Reloads a store from its file, on its own threads. SGLang's threads only run the constructor."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class ConfigFile:
         distrust: Callable[[str], None] | None = None,
         port: int | None = None,
     ) -> None:
-        """``view``: from the file's configuration to this server's, the same function as at the start. ``distrust``:
-        what a command calls with its reason when pages were found wrong. ``port``: of the server's API.
+        """``view`` maps the file's configuration to this server's, the same function as at the start. ``distrust`` is
+        called with a reason when a command found wrong pages. ``port``: port of the server's API.
 
-        Raises ConfigError when ``file`` does not hold the configuration of ``store``.
+        Raises ConfigError if ``file`` does not hold the configuration of ``store``.
         """
         self._view, self._distrust, self._port = view, distrust, port
         self._file = file
@@ -70,12 +70,12 @@ class ConfigFile:
 
     @property
     def in_force(self) -> bool:
-        """Whether this server goes by its file, as far as it has looked: False after a file that was not taken over,
-        and while a watched one is gone. Such a server works; its next start will not. Threads: any."""
+        """Whether this server runs the configuration of its file, as last seen: False after a refused file and while a
+        watched one is missing. Such a server works, but its next start will fail. Threads: any."""
         return not (self._refused or self._gone)
 
     def reload(self, *, only_check: bool = False) -> list[str]:
-        """Put the file in force; returns the changes in words. Raises HicacheExtError; nothing has changed then."""
+        """Apply the file; return the changes in words. Raises HicacheExtError; then nothing has changed."""
         with self._lock:
             try:
                 changes = self._take_over(only_check)
@@ -141,7 +141,7 @@ class ConfigFile:
 
 
 def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
-    """Errors for changes of SGLang's own keys."""
+    """Return an error for each changed key of SGLang's own."""
     return [
         ConfigError(key, "cannot change while the server runs: SGLang reads it at start")
         for key in ExtraConfig.model_fields
@@ -150,7 +150,7 @@ def _unchangeable(old: ExtraConfig, new: ExtraConfig) -> list[ConfigError]:
 
 
 def _is_mounted_alone(file: str) -> bool:
-    """Whether the file is a mount of its own: that stays the same file, whatever is put in its place."""
+    """Return whether the file itself is a mount, which stays the same file even if it is replaced on the host."""
     directory, name = os.path.split(os.path.abspath(file))
     point = os.path.join(os.path.realpath(directory), name)
     try:
@@ -162,7 +162,7 @@ def _is_mounted_alone(file: str) -> bool:
 def config_file_of(
     file: str | None, store: ReloadableStore, config: HicacheExtConfig, **of_server: Any
 ) -> ConfigFile | None:
-    """The file of a backend; None where there is none to re-read. ``of_server``: as ``ConfigFile``. Never raises."""
+    """Return a backend's file, or None if there is none to re-read. ``of_server``: see ``ConfigFile``. Never raises."""
     if file is None:
         if config.watch_config:
             logger.warning("hicache_ext.watch_config: the configuration was given inline, so that no file is watched")

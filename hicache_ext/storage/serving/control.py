@@ -1,7 +1,7 @@
 """Commands reach running servers on this machine over one UNIX socket per backend, in a directory of the user.
 
-A request is one line of JSON, the answer another. No signals: SGLang owns those. Nothing secret goes over it, and only
-the same user can connect (directory mode 0700).
+A request is one line of JSON, the answer another. Signals are not used, because SGLang owns them. No secrets go over
+the socket, and only the same user can connect (directory mode 0700).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _LONGEST_LINE = 1 << 20
 _REQUEST_SECONDS = 10.0
 _FIRST_PAUSE = 0.01
 _LOOK_EVERY = 60.0
-"""Seconds after which a server makes its socket again if somebody, such as a cleaner of temporary files, removed it."""
+"""Seconds between checks whether the socket was removed, as by a cleaner of temporary files, and must be recreated."""
 
 
 def runtime_directory() -> Path:
-    """The directory of this user's sockets, made if missing. Raises ControlError if others can use it."""
+    """Return the directory of this user's sockets; create it if missing. Raises ControlError if others can use it."""
     directory = _place_of_sockets()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,10 +54,10 @@ def runtime_directory() -> Path:
 
 
 class ControlSocket:
-    """Answers requests with ``handle(request)``, one at a time. Each client is waited for on a thread of its own."""
+    """Answers requests with ``handle(request)``, one at a time. Each client has its own thread."""
 
     def __init__(self, handle: Callable[[Request], Answer]) -> None:
-        """Raises ControlError."""
+        """Listen and start the thread. Raises ControlError."""
         self._handle = handle
         self._one_at_a_time = threading.Lock()
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class ControlSocket:
             _remove(self.path, self._listener)
         self._loop.stop(_REQUEST_SECONDS)
         for connection in list(self._clients):
-            with contextlib.suppress(OSError):  # it has gone by itself
+            with contextlib.suppress(OSError):  # the client has disconnected
                 connection.shutdown(socket.SHUT_RDWR)
         self._threads.close(_REQUEST_SECONDS)
 
@@ -91,14 +91,14 @@ class ControlSocket:
         self._clients.add(connection)
         try:
             self._threads.start(lambda: self._talk(connection))
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread could be started
             self._clients.discard(connection)
             connection.close()
             return RETRY
         return 0.0
 
     def _listen_again(self) -> float | Retry:
-        """Where nobody can find this server any more, it makes another socket."""
+        """Create another socket if this server's was removed, so that nobody can find it."""
         if self._loop.stopping or self.path.is_socket():
             return 0.0
         try:
@@ -136,7 +136,7 @@ class ControlSocket:
 
 
 def servers() -> Iterator[Path]:
-    """Sockets of this user's running backends; sockets without a listener are removed."""
+    """Yield the sockets of this user's running backends; remove sockets without a listener."""
     for path in sorted(runtime_directory().glob("*.sock")):
         if has_listener(path):
             yield path
@@ -145,17 +145,17 @@ def servers() -> Iterator[Path]:
 
 
 def _new_listener() -> tuple[Path, socket.socket]:
-    """A socket with a name that no other has, in whatever container. Raises ControlError."""
+    """Listen at a socket whose name is unique across containers. Raises ControlError."""
     path = runtime_directory() / f"{secrets.token_hex(8)}.sock"
     unfinished = path.with_suffix(".new")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _address(unfinished) as address:
             listener.bind(address)
-        # With a full backlog a UNIX socket refuses commands at once.
+        # With a full backlog a UNIX socket refuses commands immediately.
         listener.listen(64)
         listener.settimeout(_LOOK_EVERY)
-        # Only now: who found it before would remove it as one without a listener.
+        # Only now, because a command that found it earlier would remove it as a socket without a listener.
         unfinished.rename(path)
     except OSError as error:
         _remove(unfinished, listener)
@@ -174,8 +174,8 @@ def _remove(path: Path, listener: socket.socket) -> None:
 
 @contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """The address of a socket, through a descriptor of its directory: a path may be longer than an address. Raises
-    OSError."""
+    """Yield the address of a socket via a descriptor of its directory, because a path may be longer than an address
+    can be. Raises OSError."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -194,7 +194,7 @@ def _place_of_sockets() -> Path:
 
 
 def has_listener(path: Path) -> bool:
-    """Whether a process listens at this socket. Raises nothing, and does not wait."""
+    """Return whether a process listens at this socket. Never raises or waits."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)  # a stopped process with a full backlog
         try:
@@ -208,7 +208,7 @@ def has_listener(path: Path) -> bool:
 
 
 def ask(path: Path, request: Request, seconds: float = 60.0) -> Answer:
-    """The answer of the backend behind ``path``. Raises ControlError."""
+    """Return the answer of the backend behind ``path``. Raises ControlError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
         try:
@@ -225,7 +225,7 @@ def _send(connection: socket.socket, document: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket, seconds: float) -> dict[str, Any]:
-    """What comes within ``seconds``, however slowly: not so many for each piece."""
+    """Receive one document within ``seconds`` in total, not per piece."""
     received = b""
     until = time.monotonic() + seconds
     while not received.endswith(b"\n"):

@@ -1,19 +1,19 @@
-"""Publishes what changes in the tiers over ZeroMQ, in the frames of SGLang's own KV event publisher.
+"""Publishes changes of the tiers over ZeroMQ, in the frames of SGLang's own KV event publisher.
 
-A look at the tiers every ``interval`` is compared with what was published; the difference is what is sent. So nothing
-waits in a queue of ours, whoever changed the tiers is of no matter, and what goes wrong now is made up for by the next
-look. Reasons: docs/decisions/metrics-and-events.md.
+Every ``interval`` the contents of the tiers are compared with what was published, and the difference is sent. So we
+need no queue, it doesn't matter who changed the tiers, and the next look makes up for failures of this one.
+Reasons: docs/decisions/metrics-and-events.md.
 
-PUB: ``(topic, number, batch)``; each batch has the number after that of the one before, 8 bytes, big-endian. A batch
-without events comes when there was none for ``HEARTBEAT``: a subscriber that lost the last one learns of it.
+PUB: ``(topic, number, batch)``; batches have consecutive numbers, 8 bytes, big-endian. After ``HEARTBEAT`` seconds
+without a batch an empty one is sent, so that a subscriber that lost the last batch notices.
 ROUTER: a request ``(b"", number)`` is answered with ``(b"", topic, number, batch)`` for each batch from that number on,
-and then ``(b"", b"", END, b"")``. Where not all of these are kept any more, or where the number is none of this
-publisher's, they tell the whole state instead: cleared, then all that is stored, with the numbers of as many batches up
-to the last one. A publisher begins with a number higher than all of those before it, so that a restart is a gap, too.
+and then ``(b"", b"", END, b"")``. If some of these are no longer kept, or if the number is not one of this
+publisher's, the answer is the whole state instead: cleared, then all that is stored, under the numbers of the last
+batches. A publisher begins with a number higher than all earlier ones, so that a restart is a gap, too.
 
-Blocks are as SGLang's KV events name them (``PageLister``); a *medium* is one of SGLang's words for where a block is.
+Blocks are named as in SGLang's KV events (``PageLister``); a *medium* is one of SGLang's words for where a block is.
 
-Threads: all of it on one thread of its own, but for the constructor and ``close``.
+Threads: everything runs on its own thread, except the constructor and ``close``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 Words = npt.NDArray[np.int64]
 Blocks = Mapping[str, Words]
-"""Medium -> its blocks, in ascending order, each once."""
+"""Medium -> its unique blocks, in ascending order."""
 
 LONGEST_EVENT = 2048
 """Blocks in one event."""
@@ -54,7 +54,7 @@ class Kind(enum.Enum):
     STORED = "stored"
     REMOVED = "removed"
     CLEARED = "cleared"
-    """Forget all that this stream has told; it has neither medium nor blocks."""
+    """Forget everything this stream has reported; has neither medium nor blocks."""
 
 
 class Change(NamedTuple):
@@ -64,10 +64,10 @@ class Change(NamedTuple):
 
 
 def blocks_in(tiers: Sequence[PageStore], identities: Sequence[bytes], *, private: str, shared: str) -> Blocks:
-    """What the tiers that can tell (``PageLister``) hold: pages of which all parts (one identity each) are there.
-    ``private``, ``shared``: the medium of what this machine alone has, and of what others see.
+    """Return the blocks in the tiers that can list them (``PageLister``): pages with all parts (one identity each).
+    ``private``, ``shared``: the medium of tiers that only this machine has, and of those that others see.
 
-    On one thread at a time. Raises OSError or StoreError."""
+    For one thread at a time. Raises OSError or StoreError."""
     found: dict[str, list[Words]] = {}
     for tier in tiers if identities else ():
         lister = ability(tier, PageLister)
@@ -80,7 +80,7 @@ def blocks_in(tiers: Sequence[PageStore], identities: Sequence[bytes], *, privat
 
 
 def changes_between(before: Blocks, now: Blocks) -> Iterator[Change]:
-    """What a subscriber that knows ``before`` must be told, so that it knows ``now``."""
+    """Yield the changes that take a subscriber from the state ``before`` to ``now``."""
     for medium in dict.fromkeys((*before, *now)):
         old, new = before.get(medium, NO_BLOCKS), now.get(medium, NO_BLOCKS)
         if not np.array_equal(old, new):
@@ -93,11 +93,11 @@ def _events(kind: Kind, medium: str, blocks: Words) -> Iterator[Change]:
         yield Change(kind, medium, blocks[begin : begin + LONGEST_EVENT])
 
 
-# numpy's own unique, intersect1d and the like hold the GIL for as long as they take: a second with some million blocks.
+# numpy's own unique, intersect1d and the like hold the GIL throughout: a second for a few million blocks.
 
 
 def _each_once(blocks: Words) -> Words:
-    """In ascending order."""
+    """Return the unique blocks in ascending order."""
     ascending = np.sort(blocks)
     first = np.ones(len(ascending), np.bool_)
     np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
@@ -106,7 +106,7 @@ def _each_once(blocks: Words) -> Words:
 
 
 def _are_among(blocks: Words, others: Words) -> npt.NDArray[np.bool_]:
-    """Which of ``blocks`` are among ``others``; both ascending."""
+    """Return a mask of the ``blocks`` that are among ``others``; both ascending."""
     if not len(others):
         return np.zeros(len(blocks), np.bool_)
     at = np.searchsorted(others, blocks)
@@ -121,28 +121,28 @@ if TYPE_CHECKING:
 HEARTBEAT = 5.0
 END = (-1).to_bytes(8, "big", signed=True)
 KEPT = 1024
-"""Batches kept for those who missed some; and batches that wait for one slow subscriber: more are dropped."""
+"""Limit of batches kept for replay, and of batches queued for one slow subscriber; more are dropped."""
 _KEPT_BYTES = 32 << 20
 _MOST_BATCHES = KEPT // 2
-"""That one look, or one answer with the state, is told in: fewer than a subscriber may wait for."""
+"""Limit of batches for one look or one answer with the state; fewer than a subscriber's queue holds."""
 _REPLAY_INTERVAL = 0.1
 """Seconds between two looks for requests."""
 _REPLAYS_AT_ONCE = 8
 _LOOK_SHARE = 50
-"""A look that takes long is made so many times rarer: in large tiers looks take 2 % of one processor at most."""
+"""Pause after a look, as a multiple of its duration: in large tiers looks take at most 2 % of one processor."""
 _BIND_WAIT = 2.0
-"""Seconds that a port may still be another's: ZeroMQ gives one back some time after its socket was closed."""
+"""Seconds to wait for a port in use: ZeroMQ releases one some time after its socket was closed."""
 _LINGER = 500
-"""Milliseconds for which what was sent last is still being sent after close()."""
+"""Milliseconds that ZeroMQ goes on sending the last batches after close()."""
 _CLOSE_TIMEOUT = 1.0
 
 Encode = Callable[[Sequence[Change]], bytes]
-"""The batch as subscribers read it."""
+"""Encodes a batch for subscribers."""
 Look = Callable[[], Blocks]
-"""What is in the tiers now. May raise anything; it is then asked again at the next look."""
+"""Returns the current contents of the tiers. May raise anything; it is then called again at the next look."""
 
 LOOK_INTERVAL = 1.0
-"""Seconds from the end of a look to the next one, at least."""
+"""Minimum of seconds from the end of a look to the next one."""
 
 COUNTED = {
     "block": [kind.value for kind in (Kind.STORED, Kind.REMOVED)],
@@ -156,7 +156,7 @@ class EventPublisher:
     """See the module docstring. Counted in ``metrics``: ``COUNTED``; levels: ``blocks`` by medium."""
 
     def __init__(self, config: EventsConfig, rank: int, look: Look, encode: Encode) -> None:
-        """Binds both endpoints, ports ``rank`` higher than configured. Raises ConfigError, MissingPackageError."""
+        """Bind both endpoints, ports ``rank`` higher than configured. Raises ConfigError, MissingPackageError."""
         try:
             import zmq
         except ImportError:
@@ -170,7 +170,7 @@ class EventPublisher:
         self._log = LimitedLog(logger)
         self._published: Blocks = {}
         self._number = time.time_ns()
-        """Of the next batch."""
+        """Number of the next batch."""
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next_look = self._last_sent = 0.0
@@ -187,7 +187,7 @@ class EventPublisher:
         logger.info("hicache_ext: KV events at %s, replay at %s", endpoint, replay)
 
     def close(self) -> None:
-        """Say that nothing is stored any more, and end. Does not wait for subscribers. Idempotent."""
+        """Publish that nothing is stored any more, and end. Does not wait for subscribers. Idempotent."""
         # A thread that hangs in a look keeps its sockets.
         if self._loop.stop(_CLOSE_TIMEOUT) and not self._publish.closed:
             self._tell({})
@@ -218,9 +218,9 @@ class EventPublisher:
         self._tell(found)
 
     def _tell(self, found: Blocks) -> None:
-        """Send what is different from what was published. What cannot be sent is told by the next call."""
+        """Send the difference from what was published. What cannot be sent is sent by the next call."""
         if not self._begun:
-            # Who goes by another publisher's life is to forget it.
+            # Subscribers must forget the state of an earlier publisher.
             self._begun = self._send((Change(Kind.CLEARED),))
         changes = list(changes_between(self._published, found))
         if self._begun and all(self._send(some) for some in _batches(changes)):
@@ -229,7 +229,7 @@ class EventPublisher:
             self._published = found
 
     def _send(self, changes: Sequence[Change]) -> bool:
-        """Never waits: ZeroMQ drops what a subscriber does not take."""
+        """Send a batch; return whether that worked. Never waits: ZeroMQ drops what a subscriber does not take."""
         try:
             batch = self._encode(changes)
             frames = (self._topic, _number(self._number), batch)
@@ -273,7 +273,7 @@ class EventPublisher:
         self._answer(client, b"", END, b"")
 
     def _since(self, first: int) -> list[tuple[int, bytes]]:
-        """All that follows from batch ``first`` on; or the state, where that is not known any more."""
+        """Return all batches from number ``first`` on, or the state if some of them are no longer kept."""
         if self._kept and self._kept[0][0] <= first <= self._number:
             self.metrics.add("replay", "history")
             return [(number, batch) for number, batch in self._kept if number >= first]
@@ -288,7 +288,7 @@ class EventPublisher:
 
     def _bound(self, kind: int, endpoint: str, key: str) -> zmq.Socket[Any]:
         socket: zmq.Socket[Any] = self._zmq.Context.instance().socket(kind)
-        # An answer to a request may have all that is kept, and its end.
+        # An answer to a request may contain all kept batches and the end marker.
         socket.set_hwm(KEPT if kind == self._zmq.PUB else 2 * KEPT)
         socket.setsockopt(self._zmq.IPV6, "[" in endpoint)
         deadline = time.monotonic() + _BIND_WAIT
@@ -311,7 +311,7 @@ def _batches(changes: Sequence[Change]) -> list[Sequence[Change]]:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """SGLang's rule: each data parallel replica has the next port."""
+    """Return the endpoint of a rank. As in SGLang, each data parallel replica has the next port."""
     address, _, port = endpoint.rpartition(":")
     return f"{address}:{int(port) + rank}"
 

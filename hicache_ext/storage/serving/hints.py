@@ -1,6 +1,6 @@
 """Hints: a decode node tells prefill nodes, over the pool itself, that a conversation's pages are in the pool.
 
-The decode node has a short queue and a thread that leaves hints on the board (``HintSender``); a prefill node polls the
+The decode node has a short queue and a thread that posts hints on the board (``HintSender``); a prefill node polls the
 board and has the pages fetched to its local tier (``HintReceiver``). docs/pd.md says what they are for. Their format
 
 ::
@@ -34,13 +34,13 @@ _HASH_LENGTH = 32
 
 
 def encode(scope: bytes, written: float, page_hashes: Sequence[bytes]) -> bytes:
-    """A hint: the first pages of a conversation are in the pool. ``scope``: model and page size, ``hint_scope`` of the
-    sending backend; ``written``: seconds since 1970, by the writer's clock."""
+    """Encode a hint that the first pages of a conversation are in the pool. ``scope``: model and page size,
+    ``hint_scope`` of the sending backend; ``written``: seconds since 1970, by the writer's clock."""
     return _HEAD.pack(_MAGIC, scope, int(written * 1000), len(page_hashes)) + b"".join(page_hashes)
 
 
 def decode(data: bytes) -> tuple[bytes, float, list[bytes]] | None:
-    """Scope, time, page hashes; None for whatever is not exactly a hint of at most ``MOST_PAGES_OF_A_HINT`` pages."""
+    """Return scope, time, page hashes; None unless ``data`` is a hint of at most ``MOST_PAGES_OF_A_HINT`` pages."""
     if len(data) < _HEAD.size:
         return None
     magic, scope, milliseconds, pages = _HEAD.unpack_from(data)
@@ -51,20 +51,20 @@ def decode(data: bytes) -> tuple[bytes, float, list[bytes]] | None:
 
 
 _WAITING = 64
-"""Hints queued for a slow board; beyond that the oldest is dropped."""
+"""Limit of hints queued for a slow board; beyond it the oldest is dropped."""
 _PAGES_AWAITED = 10.0
-"""Seconds for which a hint waits until its pages are in the pool; then it names those that are."""
+"""Seconds a hint waits for its pages to reach the pool; then it names only those that did."""
 _PAUSE = 0.1
 
 Board = Callable[[], HintBoard]
-"""The board of the tiers in use; a reload may change it. Raises StoreError where there is none."""
+"""Returns the board of the current tiers; a reload may change it. Raises StoreError if there is none."""
 
 
 class HintSender:
-    """``announce`` never waits and may be called from any thread.
+    """Sends hints on its own thread. ``announce`` never waits and may be called from any thread.
 
-    Counted in ``metrics`` under ``hint``: sent, dropped (the queue was full), failed, absent (none of its pages came
-    into the pool), too_long (more pages than a hint may name: it names the first ones).
+    ``metrics`` counts under ``hint``: sent, dropped (the queue was full), failed, absent (none of its pages reached
+    the pool), too_long (more pages than a hint may name: it names the first ones).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HintSender:
         metrics: TierMetrics,
         in_pool: Callable[[Sequence[str]], int] = len,
     ) -> None:
-        """``in_pool``: how many of these pages, from the first on, another node finds."""
+        """``in_pool`` returns how many of these pages, from the first on, another node finds."""
         self._board = board
         self._scope = scope
         self._metrics = metrics
@@ -84,7 +84,7 @@ class HintSender:
         self._loop = BackgroundLoop("hicache-ext-hints", self._send_waiting)
 
     def announce(self, page_hashes: Sequence[str]) -> None:
-        """The pages of a conversation, from the first on, are in the pool. The sequence is read later."""
+        """Announce that a conversation's pages, from the first on, are in the pool. The sequence is read later."""
         if len(self._waiting) >= _WAITING:
             self._metrics.add("hint", "dropped")
         self._waiting.append((time.monotonic(), page_hashes))
@@ -101,7 +101,7 @@ class HintSender:
                 chosen = page_hashes[:MOST_PAGES_OF_A_HINT]
                 present = self._in_pool(chosen)
                 if present < len(chosen) and time.monotonic() - announced < _PAGES_AWAITED:
-                    # On their way: a tier that is written in the background.
+                    # Wait, because a tier may still be writing them in the background.
                     self._waiting.append((announced, page_hashes))
                     return _PAUSE
                 self._send(chosen[:present], len(page_hashes))
@@ -121,9 +121,9 @@ class HintSender:
 
 
 class HintReceiver:
-    """One thread. A hint that is malformed, old, or of another model is counted and ignored.
+    """Polls for hints on one thread. A hint that is malformed, old, or of another model is counted and ignored.
 
-    Counted in ``metrics``: ``hint`` received, malformed, stale, other_model; ``board`` failed; ``page`` present,
+    ``metrics`` counts ``hint`` received, malformed, stale, other_model; ``board`` failed; ``page`` present,
     fetched, absent, dropped.
     """
 
@@ -141,7 +141,7 @@ class HintReceiver:
         self.metrics = TierMetrics("hints", prefix="hints_")
         self._failures = LimitedLog(logger, 60.0)
         self._since: frozenset[str] | None = None
-        """What was on the board the last time."""
+        """Position on the board after the last poll."""
         self._loop = BackgroundLoop("hicache-ext-hints", self._look)
         self._loop.wake(interval)
 

@@ -1,7 +1,7 @@
-"""What a request says about KV, and the thread that acts on it: leases, pages that go first, pages brought inward.
+"""KV hints of requests, and the thread that acts on them: leases, pages to evict first, pages to fetch to a near tier.
 
-A request says it in SGLang's envelope (``kv_hints`` of /generate and the engine, ``managers/kv_hints.py``), or, where a
-front end has none, in ``sampling_params.custom_params``::
+Hints come in SGLang's envelope (``kv_hints`` of /generate and the engine, ``managers/kv_hints.py``), or, for front
+ends without it, in ``sampling_params.custom_params``::
 
     {"hicache_ext": {"message_id": "turn-17", "hints": [{"action_type": "kv.retain", "payload": {"ttl_seconds": 600}}]}}
 
@@ -9,8 +9,8 @@ Names are those of SGLang's RFC #36224 and Dynamo's ``kv.fetch@1.0``: types ``kv
 ``kv.prefetch``, ``kv.demote``, ``kv.supersede``, ``kv.no_store``, ``kv.priority``, with or without "kv.", of version
 "1.0". docs/agents.md says what each does.
 
-Requests are not trusted. Whatever they hold, nothing here raises; what is too many or too long is ignored and counted;
-no text of theirs is kept but ids of messages (in memory), and none reaches a log or a label.
+Requests are not trusted. Whatever they contain, nothing here raises; excess and oversized parts are ignored and
+counted; of their text only message ids are kept (in memory), and none reaches a log or a label.
 """
 
 from __future__ import annotations
@@ -40,56 +40,56 @@ OPTIONS = "hicache_ext"
 _PROTOCOL, _VERSION = "0.1", "1.0"
 TYPES = ("retain", "release", "prefetch", "demote", "supersede", "no_store", "priority")
 _ONCE = ("retain", "prefetch")
-"""Of these the last one of a request counts."""
+"""Types of which only the last action of a request counts."""
 _MOST_ACTIONS = 16
 _MOST_TOKENS = 1 << 20
-"""Of a prompt."""
-_MOST_TOKENS_SAID = 1 << 17
-"""Of a payload: SGLang's scheduler takes 2 ms to copy them."""
+"""Limit of a prompt."""
+_MOST_PAYLOAD_TOKENS = 1 << 17
+"""Limit of a payload, which SGLang's scheduler takes 2 ms to copy."""
 _LONGEST_ID = 128
 _LARGEST_NUMBER = 1 << 31
 IGNORED = ("unknown", "malformed", "dropped", "unsupported", "refused", "failed")
 
-# -- what a request says -----------------------------------------------------------------------------------------------
+# -- parsing -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One of ``TYPES`` but the last two, its payload understood."""
+    """An action of any of ``TYPES`` except the last two, with a parsed payload."""
 
     type: str
     ttl_seconds: float = math.inf
-    """retain"""
+    """For retain."""
     from_token: int = 0
-    """demote: what stands before it stays as it is."""
+    """For demote: the part of the prompt before this token is not demoted."""
     message_id: str = ""
-    """supersede: of which message."""
+    """For supersede: the superseded message."""
     to_prefill: bool = False
-    """prefetch: to the prefill nodes instead of this one."""
+    """For prefetch: to the prefill nodes instead of this one."""
     tokens: array[int] | None = None
-    """prefetch: of another prompt."""
+    """For prefetch: tokens of another prompt."""
 
 
 @dataclass(slots=True)
 class Said:
-    """All that one request says."""
+    """All hints of one request."""
 
     store: bool = True
-    """False: nothing that the request generates is written by a decode node."""
+    """False: a decode node writes nothing that the request generates."""
     no_store: bool = False
-    """Nothing of the request is written anywhere, its prompt not either."""
+    """Whether nothing of the request is written anywhere, not even its prompt."""
     priority: int = 0
     message_id: str = ""
     tenant: str = ""
-    """As the front end says it; any text."""
+    """Tenant as named by the front end; any text."""
     actions: list[Action] = field(default_factory=list)
     understood: list[str] = field(default_factory=list)
-    """The types, for the counters."""
+    """Types of the accepted actions, for the counters."""
     ignored: Counter[str] = field(default_factory=Counter)
 
 
 def said_by(envelope: Any, custom_params: Any) -> Said | None:
-    """What SGLang's ``KvHintsEnvelope`` (or None) and ``custom_params`` say; None for nothing."""
+    """Parse SGLang's ``KvHintsEnvelope`` (or None) and ``custom_params``; return None if they hold no hints."""
     ours = custom_params.get(OPTIONS) if isinstance(custom_params, Mapping) else None
     if envelope is None and not isinstance(ours, Mapping):
         return None
@@ -105,7 +105,7 @@ def said_by(envelope: Any, custom_params: Any) -> Said | None:
         else:
             said.ignored["unknown"] += 1
     if said.no_store:
-        # Neither hashes of such a prompt nor an id are written, remembered or told to others.
+        # Neither hashes of such a prompt nor its id may be written, remembered or sent to others.
         kept = [one for one in said.actions if one.type == "release" or (one.type == "prefetch" and not one.to_prefill)]
         said.ignored["refused"] += len(said.actions) - len(kept) + bool(said.message_id)
         said.actions, said.message_id = kept, ""
@@ -127,7 +127,7 @@ def _take(said: Said, message_id: object, actions: object) -> None:
 
 
 def _understood(said: Said, action: object) -> str | None:
-    """Note one action, a mapping or SGLang's struct; or why it is ignored."""
+    """Note one action, a mapping or SGLang's struct; return None, or the reason why it is ignored."""
     if not isinstance(action, Mapping):
         action = {name: getattr(action, name, None) for name in ("action_type", "action_version", "payload")}
     kind, payload = action.get("action_type"), action.get("payload")
@@ -169,7 +169,7 @@ def _action(kind: str, payload: Mapping[Any, Any]) -> Action | None:
             return None
         if tokens is None:
             return Action(kind, to_prefill=to == "prefill")
-        if not isinstance(tokens, list) or len(tokens) > _MOST_TOKENS_SAID:
+        if not isinstance(tokens, list) or len(tokens) > _MOST_PAYLOAD_TOKENS:
             return None
         with suppress(TypeError, OverflowError):  # no numbers, or none of a token
             return Action(kind, to_prefill=to == "prefill", tokens=array("I", tokens))
@@ -178,7 +178,7 @@ def _action(kind: str, payload: Mapping[Any, Any]) -> Action | None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether this is a finite number of bounded size; NaN is none."""
+    """Return whether ``value`` is a finite number of bounded size, not NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
 
 
@@ -186,21 +186,21 @@ def _priority(value: object) -> int | None:
     return value if isinstance(value, int) and _is_number(value) else None
 
 
-# -- what is done about it ---------------------------------------------------------------------------------------------
+# -- acting ------------------------------------------------------------------------------------------------------------
 
 _MOST_WAITING = 256
 _MOST_WAITING_TOKENS = 1 << 22
-"""Tokens of the requests that wait: 32 MiB."""
+"""Tokens of all queued requests: 32 MiB."""
 _MOST_MESSAGES = 4096
 _MOST_REMEMBERED = 1 << 18
-"""Pages of the messages that are remembered: some 20 MiB."""
+"""Pages of all remembered messages: some 20 MiB."""
 
 
 class KvHints:
-    """Acts on what requests say, on a thread of its own. ``offer`` may be called from any thread and never waits.
+    """Acts on requests' hints, on its own thread. ``offer`` may be called from any thread and never waits.
 
-    Counted in ``metrics``: ``action`` by type; ``ignored`` with the reason; ``page`` retained, released, demoted, and
-    what became of those to be fetched.
+    ``metrics`` counts ``action`` by type; ``ignored`` with the reason; ``page`` retained, released, demoted, and the
+    outcome of those to be fetched.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class KvHints:
         bring_inward: Callable[[Sequence[bytes]], Mapping[str, int]],
         tell_prefill: Callable[[Sequence[str]], None] | None,
     ) -> None:
-        """``longest_lease`` in seconds, 0: none of this is done; ``page_size`` in tokens, 0 while it is not known.
-        ``tell_prefill``: the hint to prefill nodes, None where there is none."""
+        """``longest_lease`` in seconds, 0: no hint is followed; ``page_size`` in tokens, 0 while it is unknown.
+        ``tell_prefill`` sends a hint to prefill nodes; None if there are none."""
         self._longest_lease = longest_lease
         self._tiers = tiers
         self._page_size = page_size
@@ -222,11 +222,11 @@ class KvHints:
         pages = ("retained", "released", "demoted", "present", "fetched", "absent", "dropped")
         self.metrics.declare({"action": TYPES, "ignored": IGNORED, "page": pages})
         self._waiting: deque[tuple[int, Said, Sequence[int], str | None, str | None]] = deque()
-        """How much it is, what is said, and the prompt, its key and its salt."""
+        """Queued requests: size, hints, prompt, extra key and cache salt."""
         self._waiting_tokens = 0
         self._lock = threading.Lock()
         self._messages: OrderedDict[tuple[bytes, str], list[bytes]] = OrderedDict()
-        """By namespace and id of a message: its pages, the ones said last at the end."""
+        """(namespace, message id) -> pages of the message, most recent last."""
         self._remembered = 0
         self._log = LimitedLog(logger, 60.0)
         self._loop = BackgroundLoop("hicache-ext-kv-hints", self._act_on_waiting)
@@ -234,7 +234,7 @@ class KvHints:
     def offer(
         self, said: Said, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, *, ignore: str = ""
     ) -> None:
-        """Count what a request says, and have it done soon, unless there is a reason to ``ignore`` it."""
+        """Count a request's hints and queue them to be followed, unless there is a reason to ``ignore`` them."""
         self.metrics.add_many("action", Counter(said.understood))
         self.metrics.add_many("ignored", said.ignored)
         if not said.actions and not said.message_id:
@@ -256,7 +256,7 @@ class KvHints:
             self._loop.wake()
 
     def close(self, timeout: float) -> None:
-        """Drop what waits and end the thread, unless a store holds it for longer than ``timeout``."""
+        """Drop what is queued and end the thread, unless a store holds it for longer than ``timeout``."""
         self._loop.stop(timeout)
 
     def _act_on_waiting(self) -> float:
@@ -270,13 +270,13 @@ class KvHints:
                 self.follow(said, tokens, namespace_seed(extra_key, cache_salt), tenant)
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the next hint may be followed
                 self.metrics.add("ignored", "failed")
-                # Its text may be a part of the request.
+                # Log only its type, because its text may contain a part of the request.
                 self._log.log(logging.WARNING, "act", "hicache_ext: a hint was not followed: %s", type(error).__name__)
         return math.inf
 
     def follow(self, said: Said, tokens: Sequence[int], seed: bytes, tenant: str = "") -> None:
-        """Do what was said with the prompt ``tokens``; ``seed``: see page/hashes.py; ``tenant``: a configured one, ""
-        without. Waits for the tiers, and raises what they do, HicacheExtError for tokens that are none."""
+        """Follow the hints that came with the prompt ``tokens``; ``seed``: see page/hashes.py; ``tenant``: a configured
+        one or "". Waits for the tiers, and raises what they raise, and HicacheExtError for invalid tokens."""
         size = self._page_size()
         if not size:
             self.metrics.add("ignored", "unsupported", len(said.actions))
@@ -291,7 +291,7 @@ class KvHints:
             elif action.type == "demote":
                 self._demote(hashes[-(-action.from_token // size) :])
             elif action.type == "supersede":
-                # An id is its namespace's alone: nobody demotes the pages of others by guessing one.
+                # Ids are scoped by namespace, so that nobody can demote the pages of others by guessing an id.
                 before, now = self._messages.get((seed, action.message_id), ()), set(hashes)
                 self._demote([page_hash for page_hash in before if page_hash not in now])
             else:
@@ -300,7 +300,7 @@ class KvHints:
             self._remember((seed, said.message_id), hashes)
 
     def _each(self, act: Callable[[TakesHints, Sequence[bytes]], int], hashes: Sequence[bytes]) -> list[int]:
-        """The answers of all tiers that take hints, each asked with the names under which it has these pages."""
+        """Return the answers of ``act`` for all tiers that take hints, given their own names of these pages."""
         answers = []
         for store in self._tiers() if hashes else ():
             if (tier := ability(store, TakesHints)) is None:
@@ -324,7 +324,7 @@ class KvHints:
                 self.metrics.add("tenant_refused", tenant)
 
     def _demote(self, hashes: Sequence[bytes]) -> None:
-        """Have pages go first; leases on prompts that end with one of them end, too."""
+        """Mark pages to be evicted first; end the leases on prompts that end with one of them, too."""
         self._each(lambda tier, names: tier.end_leases(names), hashes)
         self.metrics.add("page", "demoted", sum(self._each(lambda tier, names: tier.demote_pages(names), hashes)))
 

@@ -1,13 +1,13 @@
 """Every counter, level and latency of the tiers at SGLang's Prometheus endpoint (``--enable-metrics``).
 
-SGLang's scheduler processes do not answer ``/metrics`` themselves: prometheus_client's multiprocess mode carries values
-over in files, set up by SGLang. A thread here moves the counts once a second, so that counting stays cheap. Latencies
+SGLang's scheduler processes do not answer ``/metrics`` themselves: prometheus_client's multiprocess mode, set up by
+SGLang, transfers values in files. A thread here moves the counts once a second, so that counting stays cheap. Latencies
 are passed on call by call.
 
 Names follow from what is counted: ``TierMetrics.add("promotion", "stored")`` is
 ``hicache_ext_promotion_total{tier=..., reason="stored"}``, a level ``queue_bytes`` is the gauge
-``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. Counters of something that is no tier
-have a prefix (``hicache_ext_pull_decision_total``). So a new count needs no change here but its help text;
+``hicache_ext_queue_bytes``, and all latencies are ``hicache_ext_call_seconds``. Counters that belong to no tier
+have a prefix (``hicache_ext_pull_decision_total``). So a new count needs no change here except its help text;
 docs/metrics.md lists them all.
 """
 
@@ -129,7 +129,7 @@ HELP = {
 
 
 def metric_name(counted: str) -> str:
-    """The Prometheus name of an event or level (with its prefix), without the ``_total`` of counters."""
+    """Return the Prometheus name of an event or level (with its prefix), without the ``_total`` of counters."""
     return PREFIX + _UNFIT.sub("_", counted)
 
 
@@ -161,7 +161,7 @@ class Exporter:
             self._child(_counter(metrics.prefix + event), metrics, reason=reason).inc(amount)
 
     def _let_go(self, metrics: TierMetrics, sources: Sequence[TierMetrics]) -> None:
-        """A tier was removed: export its last counts and reset its levels."""
+        """Export the last counts of a removed tier and reset its levels."""
         metrics.unwatch(self._watched[metrics])
         self._export_counts(metrics)
         successors = [source for source in sources if (source.tier, source.prefix) == (metrics.tier, metrics.prefix)]
@@ -171,11 +171,11 @@ class Exporter:
         del self._watched[metrics]
 
     def close(self) -> None:
-        """Export a last time, release all tiers, end the thread. Idempotent."""
+        """Export one last time, release all tiers, end the thread. Idempotent."""
         if not self._loop.stopping:
             self._loop.stop()
             self._export_quietly()
-            # The server goes on after a detach: its tiers must not be shown as up for ever.
+            # The server keeps running after a detach: its tiers must not be shown as up forever.
             self._sources = lambda: ()
             self._export_quietly()
 
@@ -187,7 +187,7 @@ class Exporter:
         return _INTERVAL
 
     def _watch(self, metrics: TierMetrics) -> None:
-        """Pass on every latency."""
+        """Pass on every latency to the histogram."""
         if metrics not in self._watched:
             histogram = _histogram()
             observe = functools.lru_cache(None)(lambda operation: self._child(histogram, metrics, operation=operation))
@@ -195,7 +195,7 @@ class Exporter:
             def pass_on(operation: str, seconds: float) -> None:
                 try:
                     observe(operation).observe(seconds)
-                except Exception as error:  # noqa: BLE001 - the file behind it may find no room on its disk
+                except Exception as error:  # noqa: BLE001 - the disk of the file behind it may be full
                     logger.debug("hicache_ext: a latency was not exported: %s", error)
 
             for operation in metrics.calls():
@@ -208,7 +208,7 @@ class Exporter:
 
 
 def export_if_possible(sources: Callable[[], Iterable[TierMetrics]], labels: Mapping[str, str]) -> Exporter | None:
-    """An exporter to the Prometheus endpoint of this server. Never raises: metrics must not stop a start."""
+    """Start an exporter to this server's Prometheus endpoint. Never raises: metrics must not prevent a start."""
     try:
         return Exporter(sources, labels)
     except Exception as error:  # noqa: BLE001 - prometheus_client missing, or its directory gone
@@ -217,14 +217,14 @@ def export_if_possible(sources: Callable[[], Iterable[TierMetrics]], labels: Map
 
 
 _LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank")
-"""Names as in SGLang's own metrics, so that both can be joined."""
+"""Label names as in SGLang's own metrics, so that both can be joined."""
 
 _WHEN_GONE = {"tier_up": math.nan}
-"""Levels of a removed tier that are not 0: a tier taken out of the configuration is not down."""
+"""Levels of a removed tier other than 0: a tier taken out of the configuration is not down."""
 
 
-# One family per name and process, whoever exports: prometheus_client keeps values by name. They are in no registry,
-# because what answers /metrics collects from the files of all processes.
+# One family per name and process, shared by all exporters: prometheus_client keeps values by name. They are in no
+# registry, because the process that answers /metrics collects from the files of all processes.
 
 
 @functools.lru_cache(None)

@@ -1,7 +1,7 @@
 """The pages of a prompt in the tiers: warm a node with them, and explain why there is no hit.
 
 For people, routers and cron jobs; needs no SGLang. Identities are read from the documents that file, Redis and object
-tiers keep beside their pages; a server writes those of its pools when it starts. A Mooncake tier keeps none.
+tiers keep next to their pages; a server writes those of its pools when it starts. A Mooncake tier keeps none.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from hicache_ext.storage.tiers.file.pages.tree import load_document
 _PAGES_AT_ONCE = 64
 _BYTES_AT_ONCE = 256 << 20
 _LARGEST_PAGE = 512 << 20
-"""Bytes; Redis' own limit of a value."""
+"""Bytes; the limit of a value in Redis."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of pages done, and of all pages."""
+"""Called with the number of pages done and the total."""
 
 
 def warm_prompts(
@@ -49,11 +49,11 @@ def warm_prompts(
     seed: bytes = b"",
     progress: Progress = lambda done, pages: None,
 ) -> Counter[str]:
-    """Bring the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it:
-    every page that these have and it lacks, for each of the identities. Of a KV pool the leading run only: nothing
-    behind a gap is ever read. Of other pools all pages found.
+    """Copy the pages of ``prompts`` (token ids) to the tier ``to`` (default: ``promote_to``) from the tiers behind it:
+    every page that these have and it lacks, for each of the identities. Of a KV pool only the leading run is copied,
+    because nothing behind a gap is ever read; of other pools all pages found.
 
-    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Numbers of pages:
+    ``model``: the served name; needed if the tiers hold several. ``seed``: see page/hashes.py. Return numbers of pages:
     ``present`` before, ``fetched`` now, ``absent`` everywhere, ``failed`` to be read or written; and ``payload_bytes``
     of the fetched. Raises CommandError, StoreError or ConfigError with a sentence.
     """
@@ -88,8 +88,8 @@ def warm_prompts(
 
 
 def page_sizes(document: Mapping[str, Any], documents: Mapping[bytes, Mapping[str, Any]]) -> list[int]:
-    """Tokens per page hash under which the pages of an identity are kept. Those beside the KV are kept under the hashes
-    of its pages, whatever their own size (a Mamba state is of one token)."""
+    """Return the tokens per page hash under which an identity's pages are stored. Pages of pools other than KV use the
+    hashes of the KV pages, whatever their own size (a Mamba state has one token)."""
     own: list[int] = [document["pool"]["page_size"]]
     if document["pool"]["name"] == KV_POOL:
         return own
@@ -100,7 +100,7 @@ def page_sizes(document: Mapping[str, Any], documents: Mapping[bytes, Mapping[st
 def _warm_portion(
     source: PageStore, target: PageStore, keys: Sequence[bytes], page_bytes: int, report: Counter[str]
 ) -> bool:
-    """Copy ``keys``; whether ``target`` has all of them now."""
+    """Copy ``keys``; return whether ``target`` has all of them now."""
     missing = [key for key, known in zip(keys, target.contains(keys), strict=True) if not known]
     report["present"] += len(keys) - len(missing)
     if not missing:
@@ -124,10 +124,10 @@ def _known_documents(
     model: str | None,
     unread: Iterable[str] = (),
 ) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document of every identity of one model that the directories of tiers and the stores ``opened`` know.
+    """Return digest -> document of one model's identities known to directories of tiers and to the stores ``opened``.
 
-    Without flat tensors, and without documents that do not fit their digest. Raises StoreError; CommandError where the
-    tiers ``names`` know none, saying that some were ``unread``, and where it is not clear which model.
+    Excludes flat tensors and documents that do not match their digest. Raises StoreError; CommandError if the tiers
+    ``names`` know none, naming those ``unread``, and if the model is ambiguous.
     """
     keepers = [keeper for store in opened if (keeper := ability(store, IdentityKeeper)) is not None]
     known = [item for keeper in keepers for item in keeper.identities().items()]
@@ -157,7 +157,7 @@ def documents_in(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _of_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> dict[bytes, dict[str, Any]]:
-    """The identities of one model. Raises CommandError if it is not clear which model."""
+    """Return the identities of one model. Raises CommandError if the model is ambiguous."""
     names = {digest: str(document["model"]["id"]) for digest, document in documents.items()}
     models = ", ".join(sorted({shown_text(name) for name in names.values()}))
     if model is None and len(set(names.values())) > 1:
@@ -173,8 +173,8 @@ def _of_model(documents: Mapping[bytes, dict[str, Any]], model: str | None) -> d
 
 
 def _describes(document: Mapping[str, Any], digest: bytes) -> bool:
-    """Whether a document, which anybody may have written, is that of this digest and has what is needed; flat tensors
-    have no page size."""
+    """Return whether a document, which anybody may have written, belongs to this digest and has the fields we need;
+    flat tensors have no page size."""
     pool, model = document.get("pool"), document.get("model")
     if not isinstance(pool, dict) or not isinstance(model, dict) or "id" not in model or "name" not in pool:
         return False
@@ -187,7 +187,7 @@ def _describes(document: Mapping[str, Any], digest: bytes) -> bool:
 
 
 def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
-    """The tier to warm, and the tiers behind it."""
+    """Return the tier to warm, and the tiers behind it."""
     locations = list(config.retrieve_locations)
     if not locations:
         raise CommandError("retrieve_locations is empty: a server with this configuration reads nothing")
@@ -208,7 +208,7 @@ def _route(config: HicacheExtConfig, to: str | None) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A page in a tier. Times are wall-clock seconds, None where the tier does not tell them."""
+    """A page in a tier. Times are wall-clock seconds, None if the tier does not report them."""
 
     tier: str
     written: float | None = None
@@ -225,9 +225,9 @@ class Chain:
     page_size: int
     """Tokens."""
     found: dict[int, list[Found]] = field(default_factory=dict)
-    """Position of a page -> where it is."""
+    """Position of a page -> tiers that have it."""
     evicted: set[int] = field(default_factory=set)
-    """Positions of pages that servers remember to have evicted."""
+    """Positions of pages that servers remember having evicted."""
 
     @property
     def pool(self) -> str:
@@ -235,7 +235,7 @@ class Chain:
 
     @property
     def leading(self) -> int:
-        """Pages up to the first that no tier has."""
+        """Number of pages before the first that no tier has."""
         return next((page for page in range(len(self.hashes)) if page not in self.found), len(self.hashes))
 
     @property
@@ -244,22 +244,22 @@ class Chain:
         return self.leading * self.page_size
 
     def restorable(self, tokens: int) -> int:
-        """Those that can be restored of a prompt of so many: its last one is always computed."""
+        """Return how many tokens of a prompt of ``tokens`` can be restored; its last one is always computed."""
         return min(self.leading, max(0, tokens - 1) // self.page_size) * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of one prompt."""
+    """Where the pages of one prompt are."""
 
     tokens: int
     chains: list[Chain]
-    """KV first, the most pages first."""
+    """Sorted: KV first, most pages first."""
     unread: dict[str, str]
     """Tier or directory -> why it could not be asked."""
 
     def reason(self, chain: Chain) -> str:
-        """Why the first missing page of a chain is missing; empty where none is."""
+        """Return why the first missing page of a chain is missing; empty if none is."""
         page = chain.leading
         if page >= len(chain.hashes):
             return ""
@@ -282,8 +282,8 @@ def explain(
 ) -> Explanation:
     """Look for the pages of a prompt (token ids) in the tiers that pages are retrieved from, or else stored to.
 
-    ``model``: the served name; needed where the tiers hold several. ``seed``: see page/hashes.py. Raises CommandError
-    or StoreError with a sentence where no identity is known.
+    ``model``: the served name; needed if the tiers hold several. ``seed``: see page/hashes.py. Raises CommandError
+    or StoreError with a sentence if no identity is known.
     """
     # A node that reads nothing, as decode nodes do, writes for others.
     tiers = {name: config.tiers[name] for name in config.retrieve_locations or config.store_locations}
@@ -293,7 +293,7 @@ def explain(
         for name, tier in tiers.items():
             if not tier.directories():
                 try:
-                    # Required: one that is not there is to say so, and not to answer that it has nothing.
+                    # Required, so that an unreachable tier raises instead of answering that it has nothing.
                     store = open_tier(name, tier.model_copy(update={"required": True}))
                     opened[name] = stores.enter_context(closing(store))
                 except StoreError as error:
@@ -327,12 +327,12 @@ def _ask(name: str, store: PageStore, chains: Sequence[Chain]) -> None:
 
 
 def _trouble_of(store: PageStore) -> str:
-    """What was counted while it was asked: a tier in trouble answers that it has no page."""
+    """Return the failures counted during the look-ups: a tier in trouble answers that it has no page."""
     return ", ".join(event for event in ("error", "timeout", "rejected") if store.metrics.total(event))
 
 
 def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str]:
-    """Look into the directories of a file tier; those that cannot be read, and why."""
+    """Look into the directories of a file tier; return those that cannot be read, and why."""
     unread: dict[str, str] = {}
     places = _stored_places(tier.transforms(name), chains)
     for directory in tier.directories():
@@ -351,7 +351,7 @@ def _look(name: str, tier: TierConfig, chains: Sequence[Chain]) -> dict[str, str
 
 
 def _stored_places(transforms: Transforms | None, chains: Sequence[Chain]) -> dict[bytes, tuple[Chain, int]]:
-    """The keys under which the pages of these chains are stored, in each of their forms."""
+    """Return the keys under which the pages of these chains are stored, in each of their forms."""
     if transforms is None:
         return {chain.digest + page: (chain, at) for chain in chains for at, page in enumerate(chain.hashes)}
     return {
@@ -363,11 +363,11 @@ def _stored_places(transforms: Transforms | None, chains: Sequence[Chain]) -> di
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The facts in which two identities differ, and both values."""
-    its, of_other = dict(_flat(one)), dict(_flat(other))
-    names = [name for name in sorted({*its, *of_other}) if its.get(name) != of_other.get(name)]
+    """Describe the facts in which two identities differ, with both values."""
+    here, there = dict(_flat(one)), dict(_flat(other))
+    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     return ", ".join(
-        f"{shown_text(name)} is {shown_text(repr(its.get(name)))} here and {shown_text(repr(of_other.get(name)))} there"
+        f"{shown_text(name)} is {shown_text(repr(here.get(name)))} here and {shown_text(repr(there.get(name)))} there"
         for name in names
     )
 

@@ -1,18 +1,18 @@
 """Which pages a tier writes at their first request, and which at their second; write budgets.
 
 ``Admission`` stands in front of a tier: what ``AdmissionPolicy`` does not want, or the budget cannot pay, is REFUSED,
-and everything else is written. Promotions, warming and hints go past it: somebody has just asked for those pages; their
-bytes count for the budget. A mistake in here costs no page: it is logged, and everything is written.
+and everything else is written. Promotions, warming and hints bypass it, because somebody has just asked for those
+pages; their bytes count against the budget. A failure in here costs no page: it is logged, and everything is written.
 
-Those pages are written that were asked for before, and of the others those of classes (reuse.py) that return within the
-tier's life. What a tier has refused is remembered, and written when it is asked for again. Decisions follow from the
-pages alone, and from no clock of seconds (but for a write budget): the ranks of a model are asked for the same pages
-and decide alike, as a page is of use only where all of them have it.
+Admitted are pages that were requested before, and first requests of the classes (reuse.py) that return within the
+tier's life. A refused page is remembered, and written when it is requested again. Decisions depend only on the pages,
+not on wall time (except for a write budget): the ranks of a model see the same requests and so decide alike, because a
+page is useful only if all of them have it.
 
-A tier of so many pages that drops what was used longest ago holds each page for the same time after its last use, its
-life (Che, Tung and Wang 2002). The more classes are written, the shorter it is. From the curves of the classes follow,
-for each choice of classes: the life, the pages that are read from the tier, and the pages that are written. Of the
-choices that keep most of what the best one reads, the one that writes least is taken (``choose``).
+An LRU tier of fixed capacity holds each page for the same time after its last use, its life (Che, Tung and Wang 2002).
+The more classes are written, the shorter it is. The curves of the classes give, for each choice of classes, the life,
+the pages read from the tier, and the pages written. Among the choices that keep most of what the best one reads,
+``choose`` takes the one that writes least.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ Words = npt.NDArray[np.int64]
 Chosen = npt.NDArray[np.bool_]
 
 _SAVED = 3600.0
-"""Seconds."""
-_ABOUT_ALL = 0.9
+"""Seconds of budget that may be saved up."""
+_NEARLY_FULL = 0.9
 _LENT = 1 / 12
-"""Of what may be saved: what nobody's part holds where tenants have shares of all."""
+"""Share of the savings limit that the common part may hold if the tenants' shares take all of it."""
 
 
 class WriteBudget:
-    """So many bytes a second, an hour's worth of which may be saved up. Each tenant's share of it is its own; what it
-    cannot save any more goes to whoever writes. Threads: the caller locks."""
+    """A budget in bytes per second, of which an hour's worth may be saved up. Each tenant has its own share; what it
+    cannot save goes to the common part, which anybody may write. Threads: the caller locks."""
 
     def __init__(self, bytes_a_second: float, now: Callable[[], float] = time.monotonic) -> None:
         self._rate = bytes_a_second
         self._now = now
         self._common = self._most = bytes_a_second * _SAVED
-        """What anybody may write; less than none while writes that were queued before are still counted."""
+        """Bytes that anybody may write; negative while writes queued earlier are still being counted."""
         self._own: dict[str, float] = {}
-        """What each tenant with a share alone may write; less than none for who wrote more than it may."""
+        """Bytes that only this tenant may write; negative if it wrote more than allowed."""
         self._most_own: dict[str, float] = {}
         self._looked = now()
 
@@ -97,24 +97,23 @@ class WriteBudget:
         return max(self._most - sum(self._most_own.values()), self._most * _LENT)
 
     def left_for(self, tenant: str) -> float:
-        """What this tenant may write: its own part, and what is nobody's."""
+        """Return the bytes that this tenant may write: its own part and the common part."""
         self._earn()
         own = self._own.get(tenant)
         return self._common if own is None else own + max(0.0, self._common)
 
     @property
     def to_spend(self) -> float:
-        """Bytes a second to write at now: the budget while half of what may be saved is left, nothing when nothing is,
-        and no limit while about all of it is: what cannot be saved would be lost. A tenant that has saved all of its
-        own does not write."""
+        """Bytes per second to write now: proportional to the savings, the budget at half of the limit, and unlimited
+        when they are nearly full, because what cannot be saved is lost. A tenant whose part is full is not writing."""
         self._earn()
         writing = [name for name, own in self._own.items() if own < self._most_own[name]]
         left = max(0.0, self._common) + sum(max(0.0, self._own[name]) for name in writing)
         most = self._most_common + sum(self._most_own[name] for name in writing)
-        return math.inf if left > _ABOUT_ALL * most else 2 * left / most * self._rate
+        return math.inf if left > _NEARLY_FULL * most else 2 * left / most * self._rate
 
     def written(self, size: int, tenant: str = DEFAULT) -> None:
-        """So many bytes were written, of what is the tenant's own first, then of what is nobody's."""
+        """Charge written bytes, to the tenant's own part first, then to the common part."""
         self._earn()
         if tenant not in self._own:
             self._common -= size
@@ -133,32 +132,32 @@ def choose(
     most_writes: float = math.inf,
     runs: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Chosen, float, float]:
-    """Which classes to write at the first request; and what is expected of it: the pages used, after its last use,
-    until a page is evicted, and the pages written for each one used.
+    """Return a mask of the classes to write at the first request, and its expected effect: the life (pages used between
+    a page's last use and its eviction) and the pages written per page used.
 
-    Classes below ``firsts`` are of first requests; pages of the others were asked for before and are always written.
+    Classes below ``firsts`` are of first requests; pages of the others were requested before and are always written.
 
-    ``capacity`` in pages. ``keep``: the share of the hits of the best choice that is to be kept; None: write everything
-    that ``most_writes`` allows. ``most_writes`` for each page used: hits are given up for it, those of the classes
-    first that are read least for what they write. ``runs`` [run, place]: classes of pages that follow one another; none
-    is chosen without those before it.
+    ``capacity`` in pages. ``keep``: the share of the best choice's hits to keep; None: write everything that
+    ``most_writes`` allows. ``most_writes``, per page used: to meet it, hits are given up, first those of the classes
+    with the fewest reads per write. ``runs`` [run, place]: classes of consecutive pages; none is chosen without those
+    before it.
     """
     held = _held(curves)
     returned = 1 - curves.left
     everything = _life(curves.rate @ held, capacity)
     shares = np.array([np.interp(everything, EDGES, row) for row in returned[:firsts]])
     if runs is not None:
-        # Who comes back for a page comes back for those before it: where it seems otherwise, few pages were seen.
+        # A request for a page also requests those before it; estimates that say otherwise rest on few pages.
         shares[runs] = np.maximum.accumulate(shares[runs][:, ::-1], axis=1)[:, ::-1]
     order = np.argsort(-shares, kind="stable")
     order = order[curves.rate[order] > 0]
-    # Row m: the first m classes of that order, and all pages that were asked for before.
+    # Row m: the first m classes of that order, and all pages that were requested before.
     rates = np.concatenate([[0.0], curves.rate[order]])
     pages = curves.rate[firsts:] @ held[firsts:] + _summed(curves.rate[order, None] * held[order])
     reads = curves.rate[firsts:] @ returned[firsts:] + _summed(curves.rate[order, None] * returned[order])
     lives = np.array([_life(row, capacity) for row in pages])
     hits = np.array([np.interp(life, EDGES, row) for life, row in zip(lives, reads, strict=True)])
-    # A page that is asked for again is written then, unless it was there.
+    # A page that is requested again is written then, unless the tier has it.
     writes = np.cumsum(rates) + np.maximum(0.0, curves.rate[firsts:].sum() - hits)
     allowed = writes <= most_writes
     if not allowed.any():
@@ -178,38 +177,38 @@ def choose(
 
 
 def _held(curves: Curves) -> Floats:
-    """[class, edge] for how long a page is held on average, in a tier whose life is the edge."""
+    """Return [class, edge]: how long a page is held on average, in a tier whose life is the edge."""
     mean = (curves.left[:, 1:] + curves.left[:, :-1]) / 2
     return np.concatenate([np.zeros((len(mean), 1)), np.cumsum(mean * np.diff(EDGES), axis=1)], axis=1)
 
 
 def _summed(rows: Floats) -> Floats:
-    """Sums of the first rows: none, one, two ..."""
+    """Return the sums of the first 0, 1, 2 ... rows."""
     return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
 
 
 def _life(pages: Floats, capacity: float) -> float:
-    """``pages``: how many are held, for each life of EDGES."""
+    """Return the life at ``capacity``. ``pages``: number of pages held, for each life of EDGES."""
     return float(np.interp(capacity, pages, EDGES))
 
 
 KEEP = 0.97
-"""The share of the hits of a tier that stores everything, or of a better choice, that is to be kept."""
+"""Share of the hits to keep, compared with storing everything or a better choice."""
 _LEAST_SAVED = 0.1
-"""The share of the writes that is to be saved: hits are risked for no less."""
+"""Minimum share of writes saved; hits are not risked for less."""
 _FULL_BATCH = 128
-"""Pages of a call of SGLang's that has more to say: the next one goes on with the run."""
+"""Pages of a full call of SGLang: the next call may continue the run."""
 _KINDS_OF_CLASSES = (np.arange(FIRSTS), np.arange(FIRSTS, CLASSES))
 _STEP = 1 << 12
-"""Pages used from one choice to the next."""
+"""Pages used between two choices."""
 _LONGEST_LIFE = 1 << 24
-"""Pages used: what returns later is not waited for."""
+"""Limit of the life, in pages used; later returns are ignored."""
 _SHORTEST_MEMORY = 1 << 16
-"""Pages used that are learnt from, at least; one life, where that is longer."""
+"""Pages used that are learnt from, at least; one life if that is longer."""
 
 
 class AdmissionPolicy:
-    """One per tier and process. ``continuations`` is for any thread; the rest is not locked: the caller is."""
+    """One policy per tier and process. Any thread may use ``continuations``; for the rest the caller locks."""
 
     def __init__(
         self,
@@ -217,11 +216,11 @@ class AdmissionPolicy:
         keep: float | None = KEEP,
         most_writes: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """``capacity`` in pages; infinite where it is not known. ``keep`` and ``most_writes``: as of ``choose``."""
+        """``capacity`` in pages; infinite if unknown. ``keep`` and ``most_writes``: see ``choose``."""
         self.continuations = Continuations()
         self.experience = Experience(CLASSES)
         self.admitted: Chosen | None = None
-        """[class] None: everything is written, until it was seen what becomes of pages in one life of the tier."""
+        """Mask by class. None: everything is written, until pages were observed for one life of the tier."""
         self._capacity = capacity
         self._keep = keep
         self._most_writes = most_writes
@@ -229,13 +228,13 @@ class AdmissionPolicy:
         self._next_choice = 2 * _STEP
         self._last_chosen = 0
         self._full: int | None = None
-        """The identity of a batch that the next one may go on with."""
+        """Identity of the last batch if it was full, so that the next one may continue it."""
         self._kind, self._place, self._is_refused = UNKNOWN, 0, False
-        """Of the run that was offered last: kind, pages, and whether one of them was refused."""
+        """Last offered run: its kind, its number of pages, and whether one of them was refused."""
 
     def offered(self, words: Words) -> tuple[Chosen, Chosen]:
-        """Pages of one request, consecutive and in order, that SGLang wants to store: which are to be written, and
-        which were asked for before. ``words``: ``key_words`` of their first parts."""
+        """Decide about consecutive pages of one request, in order, that SGLang wants to store. Return masks of those to
+        write and of those requested before. ``words``: ``key_words`` of their first parts."""
         known = self._firsts.note(words)
         pages = len(words)
         first_new = int(np.argmin(known)) if not known.all() else pages
@@ -243,7 +242,7 @@ class AdmissionPolicy:
         if first_new == pages:
             self._kind = UNKNOWN
         elif first_new:
-            # What was asked for before has got another continuation.
+            # Pages that were requested before have a new continuation.
             self._kind = self.continuations.note(int(words[first_new - 1, 2]), int(words[first_new, 2]))
         elif not goes_on:
             self._kind = self.continuations.kind(int(words[0, 2]))
@@ -254,22 +253,22 @@ class AdmissionPolicy:
         classes[known] = FIRSTS
         self._place = length
         wanted = known | (np.ones(pages, np.bool_) if self.admitted is None else self.admitted[classes])
-        # A page is of use only behind all pages before it.
+        # A page is useful only together with all pages before it.
         wanted = np.logical_and.accumulate(wanted) & (not self._is_refused)
         self._is_refused = not wanted[-1]
         self._learn(words, classes)
         return wanted, known
 
     def cut(self) -> None:
-        """The end of what was offered last is not written after all: nor is what follows it."""
+        """Note that the end of the last offer is not written after all; so what follows it isn't either."""
         self._is_refused = True
 
     def read(self, words: Words) -> None:
-        """Pages that were read from the tier."""
+        """Learn from pages that were read from the tier."""
         self._learn(words, np.full(len(words), FIRSTS))
 
     def _begin_run(self, words: Words, first_new: int) -> bool:
-        """Whether these pages go on with the run that was offered last."""
+        """Begin a run, or continue the one offered last; return whether these pages continue it."""
         identity = int(words[0, 0])
         is_known = self.continuations.kind(int(words[0, 2])) != UNKNOWN
         goes_on = self._full == identity and not is_known
@@ -308,28 +307,28 @@ class AdmissionPolicy:
 
 
 _FEWEST_PAGES = 1000
-"""Pages in a tier before their mean size is taken from it."""
+"""Minimum number of pages in a tier for it to tell their mean size."""
 _MOST_READS = 64
-"""Reads that wait to be learnt from."""
+"""Limit of pending reads that have not been learnt from."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """Of one tier in one process."""
+    """Settings of one tier in one process."""
 
     learned: bool
-    """False: only for the budget is anything refused."""
+    """False: pages are refused only because of the budget."""
     budget: float | None
-    """Bytes a second that this process may write."""
+    """Bytes per second that this process may write."""
     writers: int
     """Ranks that share the tier's capacity."""
 
 
 class Admission:
-    """Threads: any. Calls wait for each other for as long as a decision takes."""
+    """Admission of one tier. Threads: any. Calls wait for each other for the duration of a decision."""
 
     def __init__(self, settings: AdmissionSettings, tier: PageStore, now: Callable[[], float] = time.monotonic) -> None:
-        """``tier`` is asked how full it is, and counts."""
+        """``tier`` provides its fill level and metrics."""
         self.settings = settings
         self._tier = tier
         self._now = now
@@ -338,14 +337,14 @@ class Admission:
         self._budget = None if settings.budget is None else WriteBudget(settings.budget, now)
         self._reads: deque[Words] = deque()
         self._pages = self._parts = self._bytes = 0.0
-        """Of what was offered: for the mean page."""
+        """Totals of what was offered, for the mean page size."""
         self._used_before = 0
         self._looked = now()
         keep = KEEP if settings.learned else None
         self.policy = AdmissionPolicy(self._capacity, keep, self._most_writes)
 
     def write(self, batch: PageBatch, write: Callable[[PageBatch], list[SetResult]]) -> list[SetResult]:
-        """``write`` what is admitted. The other pages are REFUSED."""
+        """Call ``write`` with the admitted pages. The others are REFUSED."""
         try:
             wanted = self._wanted(batch)
         except Exception:  # noqa: BLE001 - a page that is stored in vain costs less than a call that fails
@@ -358,7 +357,7 @@ class Admission:
         return results
 
     def written(self, batch: PageBatch, results: Sequence[SetResult]) -> list[SetResult]:
-        """The results of a write to the tier, whatever it was for."""
+        """Charge a write to the tier, whatever caused it, to the budget; return its results."""
         if self._budget is not None:
             owners, sizes = tenants.in_force(), Counter[str]()
             if owners is None:
@@ -373,7 +372,7 @@ class Admission:
         return list(results)
 
     def read(self, keys: Sequence[bytes], results: Sequence[GetResult]) -> None:
-        """What a read of the tier has found. Learnt from when a page is offered next: a reader waits for nothing."""
+        """Queue a read's hits to be learnt from, usually at the next offer, so that readers don't wait."""
         try:
             words = key_words(keys)
             if results.count(GetResult.HIT) < len(results):
@@ -387,20 +386,20 @@ class Admission:
             self._failed()
 
     def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
-        """A chain of which the tiers have the first ``leading`` pages. Waits for no decision."""
+        """Note a lookup of a chain whose first ``leading`` pages are in the tiers. Does not wait for a decision."""
         try:
             self.policy.continuations.looked_up(keys, leading)
         except Exception:  # noqa: BLE001 - a page that is stored in vain costs less than a call that fails
             self._failed()
 
     def _learn_reads(self) -> None:
-        """Of what was read until now. The caller locks."""
+        """Learn from the reads so far. The caller locks."""
         while self._reads:
             words = self._reads.popleft()
             self.policy.read(words[_first_parts(words)])
 
     def _wanted(self, batch: PageBatch) -> list[int] | None:
-        """The positions of the pages to write; None for all of them."""
+        """Return the positions of the pages to write; None for all of them."""
         if not len(batch):
             return None
         words = key_words(batch.keys)
@@ -431,12 +430,12 @@ class Admission:
         return positions
 
     def _affordable(self, batch: PageBatch, firsts: Words, wanted: Chosen) -> Chosen:
-        """Which pages, from the first on, the budget is enough for."""
+        """Return a mask of the leading pages that the budget covers."""
         if self._budget is None:
             return wanted
         sizes = np.add.reduceat(np.array(batch.sizes, np.int64), firsts)
         owners = tenants.in_force()
-        # Pages before the last one may be of a prompt that others have, too.
+        # The last page, because those before it may belong to a prompt that others share.
         tenant = DEFAULT if owners is None else owners.owner(batch.keys[-1][IDENTITY_LENGTH:])
         enough: Chosen = np.cumsum(np.where(wanted, sizes, 0)) <= self._budget.left_for(tenant)
         if owners is not None and (refused := int((wanted & ~enough).sum())):
@@ -444,7 +443,7 @@ class Admission:
         return enough
 
     def _capacity(self) -> float:
-        """Pages of the tier that this process may count on."""
+        """Return the capacity, in pages, that this process may count on."""
         gauges = gauges_of(self._tier)
         capacity = gauges.get("capacity_bytes", math.nan)
         if not capacity > 0 or not self._pages:
@@ -454,7 +453,7 @@ class Admission:
         return capacity / self.settings.writers / (size * self._parts / self._pages)
 
     def _most_writes(self) -> float:
-        """Pages that may be written for each page used."""
+        """Return the pages that may be written per page used."""
         used, now = self.policy.experience.clock, self._now()
         uses, seconds = used - self._used_before, now - self._looked
         self._used_before, self._looked = used, now
@@ -469,7 +468,7 @@ class Admission:
 
 
 def _first_parts(words: Words) -> Words:
-    """Where each page begins: the parts of a page stand one after the other."""
+    """Return where each page begins; the parts of a page are adjacent."""
     begins = np.ones(len(words), np.bool_)
     begins[1:] = (words[1:, 2:] != words[:-1, 2:]).any(axis=1)
     return np.flatnonzero(begins)

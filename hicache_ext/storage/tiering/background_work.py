@@ -1,7 +1,7 @@
-"""What background work asks before it goes on: whether its pages are still wanted, and whether others come first.
+"""Checks of background work: whether its pages are still wanted, and whether I/O of higher priority is in flight.
 
 ``clear()`` and ``remove()`` raise the generation of an identity first. Work in the background takes a *moment* when it
-begins, and asks it last, before a page becomes visible: what was cleared or removed since must not come back.
+begins, and checks it last, before a page becomes visible: what was cleared or removed since must not come back.
 
 Reads that SGLang waits for come first, then prefetch, then promotion.
 """
@@ -17,22 +17,22 @@ from contextlib import contextmanager
 from hicache_ext.page.envelope import IDENTITY_LENGTH
 
 StillWanted = Callable[[bytes], bool]
-"""Whether nothing of an identity (its digest) was cleared or removed since a moment."""
+"""Tells whether nothing of an identity (by digest) was cleared or removed since a moment."""
 
 
 class Generations:
-    """Threads: any. To ask takes no lock."""
+    """Generations of identities, raised by clear() and remove(). Threads: any. Checking takes no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = itertools.count(1)
         self._newest = 0
         self._all = 0
-        """Generation of the last clear() of everything."""
+        """Generation of the last clear() of all identities."""
         self._of: dict[bytes, int] = {}
 
     def advance(self, digests: Iterable[bytes] | None) -> None:
-        """Pages of these identities (None: of all) are about to be cleared or removed."""
+        """Raise the generation of these identities (None: all), whose pages are about to be cleared or removed."""
         with self._lock:
             newest = next(self._count)
             if digests is None:
@@ -41,7 +41,7 @@ class Generations:
             else:
                 for digest in digests:
                     self._of[digest] = newest
-            # Last: who takes a moment from now on began after it.
+            # Last, because a moment taken from now on counts as later.
             self._newest = newest
 
     def moment(self) -> StillWanted:
@@ -50,12 +50,12 @@ class Generations:
 
 
 def always(_digest: bytes) -> bool:
-    """A moment for work that nothing can make void."""
+    """Serve as a moment for work that nothing can invalidate."""
     return True
 
 
 def of_identities(digests: Sequence[bytes] | None) -> Callable[[bytes], bool]:
-    """Whether a key is of one of these identities; None: of any."""
+    """Return a test of whether a key is of one of these identities; None: of any."""
     if digests is None:
         return always
     chosen = frozenset(digests)
@@ -63,11 +63,11 @@ def of_identities(digests: Sequence[bytes] | None) -> Callable[[bytes], bool]:
 
 
 READ, FETCH = "read", "fetch"
-"""A read that SGLang waits for; a prefetch, whose read it is going to wait for."""
+"""READ: SGLang waits for it. FETCH: a prefetch, for a read that SGLang will wait for."""
 
 
 class IoPriority:
-    """Notes what is under way on far tiers; work of lower priority waits for it.
+    """Tracks I/O in flight on far tiers; work of lower priority waits for it.
 
     Thread-safe. Entering never waits.
     """
@@ -75,12 +75,12 @@ class IoPriority:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._under_way: dict[object, tuple[str, float]] = {}
-        """What each is, and when it began."""
+        """Operation -> its kind and its begin."""
         self._open_for_good = False
 
     @contextmanager
     def entered(self, kind: str) -> Iterator[None]:
-        """Around a READ or a FETCH."""
+        """Wrap a READ or a FETCH."""
         this = object()
         with self._condition:
             self._under_way[this] = kind, time.monotonic()
@@ -92,11 +92,11 @@ class IoPriority:
                 self._condition.notify_all()
 
     def wait(self, patience: float, *kinds: str) -> None:
-        """Return when nothing of these kinds is under way, after ``patience`` seconds in any case: on a busy tier the
-        background would otherwise never run, and it is what relieves the tier."""
+        """Return when nothing of these kinds is in flight, or after ``patience`` seconds: on a busy tier background
+        work would otherwise never run, although it relieves the tier."""
 
         def is_over() -> bool:
-            # Not for what has been under way for longer than that: it hangs, and would delay each batch of others.
+            # Ignore I/O in flight for longer than that: it hangs, and would delay every batch of others.
             since = time.monotonic() - patience
             under_way = self._under_way.values()
             return self._open_for_good or not any(kind in kinds and begun > since for kind, begun in under_way)
@@ -105,7 +105,7 @@ class IoPriority:
             self._condition.wait_for(is_over, patience)
 
     def close(self) -> None:
-        """Let all waiters go on: the store is being closed."""
+        """Release all waiters, because the store is being closed."""
         with self._condition:
             self._open_for_good = True
             self._condition.notify_all()

@@ -1,6 +1,6 @@
-"""What watches the calls of this process, where ``tracing`` or ``record`` is configured: spans, and a recording.
+"""Observers of this process's calls, if ``tracing`` or ``record`` is configured: spans and a recording.
 
-Both are None where they are not: one look at a name is all that a call pays then, and their modules are not imported.
+If not configured they are None, so that a call pays only for one name lookup and their modules are not imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def begin_recording(settings: RecordConfig | None, facts: Callable[[], Mapping[s
 
 
 def end(begun: Spans | Recorder | None) -> None:
-    """End what one of these returned."""
+    """End the spans or recording that ``begin_tracing`` or ``begin_recording`` returned."""
     global spans, recorder
     if begun is not None:
         spans = None if spans is begun else spans

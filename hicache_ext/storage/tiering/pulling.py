@@ -51,7 +51,7 @@ class _Known:
     amount: float
     seconds: float
     observed: float
-    """When, by the clock."""
+    """Time of the last observation, by the clock."""
     observations: int = 1
 
 
@@ -85,7 +85,7 @@ class SizedCost:
             known.observations += 1
 
     def predict(self, amount: float) -> float | None:
-        """Seconds for ``amount``; None before the first observation."""
+        """Return the seconds for ``amount``; None before the first observation."""
         with self._lock:
             known = [one for _, one in sorted(self._by_size.items())]
         if not known:
@@ -96,7 +96,7 @@ class SizedCost:
         return float(np.interp(amount, amounts, seconds)) + beyond * slope
 
     def doubt(self, amount: int) -> float:
-        """The factor, 1 or more, by which the estimate for ``amount`` may be too high."""
+        """Return the factor, 1 or more, by which the estimate for ``amount`` may be too high."""
         with self._lock:
             if not self._by_size:
                 return 1.0
@@ -107,7 +107,7 @@ class SizedCost:
             return _DOUBT_OLD if self._clock() - nearest.observed > _OLD else 1.0
 
     def saved_by(self, amount: float) -> float | None:
-        """Seconds saved by not computing ``amount``; a short rest is computed in any case."""
+        """Return the seconds saved by not computing ``amount``; a short rest is always computed."""
         with self._lock:
             shortest = self._by_size[min(self._by_size)] if self._by_size else None
         whole = self.predict(amount)
@@ -120,9 +120,9 @@ _COUNTED = (GetResult.HIT, GetResult.TIMEOUT, GetResult.ERROR)
 
 
 class MeasuredStore(DelegatingStore):
-    """``inner``, measured: ``read_cost`` in bytes, ``look_up_cost`` in keys.
+    """Measures ``inner``: ``read_cost`` by bytes, ``look_up_cost`` by keys.
 
-    Look-ups for a question of SGLang's (``PullRule.looking_up``) count for that, and end here where they cannot pay.
+    Look-ups for a question of SGLang (``PullRule.looking_up``) are counted for it, and skipped if they cannot pay.
     """
 
     def __init__(self, inner: PageStore) -> None:
@@ -130,13 +130,13 @@ class MeasuredStore(DelegatingStore):
         self.read_cost = LinearCost()
         self.look_up_cost = LinearCost()
         self.last_measured = -float("inf")
-        """When it was read last, or a background measurement of it began (time.monotonic())."""
+        """Time of the last read or of the begin of the last background measurement (time.monotonic())."""
 
     def get(self, batch: PageBatch) -> list[GetResult]:
         started = time.perf_counter()
         results = self.inner.get(batch)
         seconds = time.perf_counter() - started
-        # A failed read counts as if it had delivered: the next one may take as long.
+        # A failed read counts like a successful one, because the next one may take as long.
         counted = [size for size, result in zip(batch.sizes, results, strict=True) if result in _COUNTED]
         if counted:
             self.read_cost.observe(sum(counted), seconds)
@@ -167,13 +167,13 @@ class MeasuredStore(DelegatingStore):
 _MARGIN = 0.1
 """A pull must be cheaper by this share: SGLang's own work around a read is not measured."""
 _MARGIN_AFTER_SLOW = 0.2
-"""The share after a tier was too slow, so that a tier at the limit is not taken and left in turns."""
+"""The share after a tier was too slow, so that a tier at the limit does not alternate between use and disuse."""
 PROBE_INTERVAL = 10.0
 """Seconds between two measurements of a tier that is not used."""
 _PROBE_PAGES = (1, 32)
 """Two sizes determine the line: start-up and cost per byte."""
 _PROBE_KEYS = 256
-"""At most so many keys are looked up. With fewer, a long round trip would look like expensive keys."""
+"""Limit of keys looked up by a probe. With fewer, a long round trip would look like expensive keys."""
 
 
 PULLED = ("long_enough", "unmeasured", "cheaper")
@@ -188,11 +188,11 @@ class Asked:
     page_tokens: int
     page_bytes: int
     parts: int
-    """Objects that a page is split in."""
+    """Number of objects that a page is split into."""
     pays: Callable[[MeasuredStore], bool]
-    """Whether a look-up in this tier can pay."""
+    """Tells whether a look-up in a tier can pay."""
     found: Counter[MeasuredStore] = field(default_factory=Counter)
-    """How many keys each tier has."""
+    """Number of keys found in each tier."""
     not_asked: dict[MeasuredStore, None] = field(default_factory=dict)
     """Tiers in which nothing was looked up, because reading it would not have paid."""
 
@@ -202,7 +202,7 @@ class Asked:
 
 
 _asked: ContextVar[Asked | None] = ContextVar("hicache_ext_asked", default=None)
-"""The question that this thread looks up for."""
+"""The question that this thread's look-ups belong to."""
 
 
 class PullRule:
@@ -216,11 +216,11 @@ class PullRule:
         self._probe_interval = PROBE_INTERVAL
         self._prober = BackgroundLoop("hicache-ext-pull-probe", self._measure_wanted)
         self._wanted: tuple[Sequence[MeasuredStore], list[bytes], Asked] | None = None
-        """What it is to measure: tiers, keys, and the question that they are of."""
+        """Input of the next probe: tiers, keys, and the question they belong to."""
 
     @contextmanager
     def looking_up(self, pages: int, page_tokens: int, page_bytes: int, parts: int = 1) -> Iterator[Asked | None]:
-        """Around the look-ups for one question, on their thread. None: too short, look nothing up."""
+        """Wrap the look-ups for one question, on their thread. Yield None if it is too short to look anything up."""
         asked = Asked(pages, page_tokens, page_bytes, parts, lambda tier: self._is_worth_asking(asked, tier))
         if asked.tokens < self._config.min_tokens:
             self._count("short", asked.tokens)
@@ -233,9 +233,9 @@ class PullRule:
             _asked.reset(token)
 
     def _is_worth_asking(self, asked: Asked, tier: MeasuredStore) -> bool:
-        """Whether looking up and reading all pages that other tiers lack can be cheaper than computing.
+        """Return whether looking up and reading all pages that other tiers lack can be cheaper than computing.
 
-        All pages, not those of the current look-up: a long chain is looked up in portions, and the first one is short.
+        All pages count, not those of the current look-up: a long chain is looked up in portions, the first being short.
         """
         if self._config.mode != "adaptive":
             return True
@@ -248,9 +248,9 @@ class PullRule:
         return looking + reading <= self._bound(computing, pages * asked.page_tokens)
 
     def pages_to_pull(self, asked: Asked, pages: int, keys: Callable[[int], list[bytes]]) -> int:
-        """``pages`` (those found), or 0 if they should be computed.
+        """Return ``pages`` (those found), or 0 if they should be computed.
 
-        ``keys(n)``: store keys of the first parts of the first n pages asked for, for a probe.
+        ``keys(n)`` returns the store keys of the first parts of the first n requested pages, for a probe.
         """
         not_asked = list(asked.not_asked)
         if not pages:
@@ -273,8 +273,8 @@ class PullRule:
         logger.debug("hicache_ext: %d tokens are %s: %s", tokens, outcome, reason)
 
     def decide(self, tokens: int, size: int, found: Mapping[MeasuredStore, int]) -> str:
-        """Why to pull a prefix, one of ``PULLED``, or why to compute it. ``found``: how many keys each tier has, for
-        its share of ``size`` bytes."""
+        """Return the reason to pull a prefix, one of ``PULLED``, or to compute it. ``found``: number of keys per tier,
+        which gives its share of ``size`` bytes."""
         if tokens < self._config.min_tokens:
             return "short"
         if self._config.mode == "fixed":
@@ -300,9 +300,9 @@ class PullRule:
         return sum(known) if known and len(known) == len(costs) else None
 
     def _probe(self, unused: Sequence[MeasuredStore], asked: Asked, keys: Callable[[int], list[bytes]]) -> None:
-        """Look up the keys and read a few pages, from each tier of ``unused`` that was not measured lately.
+        """Look up the keys and read a few pages, from each tier of ``unused`` that was not measured recently.
 
-        In the background, one probe at a time. A tier without the pages has only its look-ups measured.
+        Runs in the background, one probe at a time. For a tier without the pages only look-ups are measured.
         """
         stale = [tier for tier in unused if time.monotonic() - tier.last_measured >= self._probe_interval]
         if stale and not self._prober.running:
@@ -328,7 +328,7 @@ class PullRule:
         tier.last_measured = time.monotonic()
         present = tier.count_leading(keys)
         if tier.look_up_cost.is_surprised:
-            # Asked twice: two surprises discard what was learnt, so that one probe is enough to come back.
+            # Ask twice: two surprises discard what was learnt, so that one probe can bring the tier back into use.
             present = tier.count_leading(keys)
         looking, computing = tier.look_up_cost.predict(asked.pages), self._compute_cost.saved_by(asked.tokens)
         if looking is not None and computing is not None and looking > computing:

@@ -1,10 +1,10 @@
-"""Writes what requests asked storage for, and where it was found, where ``record`` is configured (docs/plan.md).
+"""Records which pages requests asked storage for and where they were found, if ``record`` is configured (docs/plan.md).
 
-A request is put into a bounded queue and written by a thread; what does not fit, or cannot be written, is dropped and
-counted. Nothing here raises into a call, and no call waits for a disk. Begun in observers.py; the format:
+A request is put into a bounded queue and written by a thread; requests that don't fit or cannot be written are dropped
+and counted. Nothing here raises into a call, and no call waits for a disk. Started in observers.py; the format:
 page/recording.py.
 
-Several processes may share the directory: each has files of its own, and whoever writes removes the oldest of all.
+Several processes may share the directory: each has its own files, and every writer removes the oldest files of all.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _PAUSE = 1.0
 """Seconds between two blocks."""
 _MOST_REQUESTS = 4096
 _MOST_PAGES = 1 << 18
-"""What may wait to be written: some 30 MB of page hashes, which SGLang holds anyway for most of that time."""
+"""Pages that may wait to be written: some 30 MB of page hashes, which SGLang holds anyway for most of that time."""
 _SHARE_OF_A_FILE = 8
-"""A file is closed at this part of ``size``, so that removing the oldest one loses little."""
+"""A file is closed at 1/8 of ``size``, so that removing the oldest one loses little."""
 _LONGEST_FILE = 16 << 20
 _CLOSE_WAIT = 1.0
 _REPEATS = 4096
-"""Requests that are remembered, because SGLang may ask again for one that waits."""
+"""Number of requests remembered, because SGLang may ask repeatedly for one that waits."""
 
 
 class Recorder:
     """The recording of one process. Threads: any; files belong to the thread of the loop."""
 
     def __init__(self, settings: RecordConfig, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """``facts`` about the model and the process, for the header of each file: nothing secret, no names of hosts.
-        Raises ConfigError where the directory cannot be made or is not writable."""
+        """``facts`` about the model and the process, for the header of each file: no secrets, no host names.
+        Raises ConfigError if the directory cannot be created or is not writable."""
         self.metrics = TierMetrics("record", prefix="record_")
         self.metrics.declare({"request": ["written", "repeated", "dropped_queue", "dropped_disk"]})
         self._settings = settings
         self._directory = Path(settings.path)
         self._salt = _salt_in(self._directory)
         self._facts = facts
-        # Wall time is read once: a clock that is set back must not put later requests before earlier ones.
+        # Wall time is read once, so that a clock that is set back does not reorder requests.
         self._wall, self._began = time.time(), time.monotonic()
         self._queue: deque[tuple[str, Asked]] = deque()
         self._waiting_pages = 0
@@ -67,10 +67,10 @@ class Recorder:
         self._name = secrets.token_hex(4)
         self._files = 0
         self._path = self._directory
-        """The file that is being written."""
+        """The file being written; the directory before the first one."""
         self._size = 0
         self._encoder: Encoder | None = None
-        """Of that file; None where another one is to begin."""
+        """Encoder of that file; None if the next block begins a new file."""
         self._log = LimitedLog(logger, 60.0)
         self._here = threading.local()
         self._loop = BackgroundLoop("hicache-record", self._step)
@@ -79,7 +79,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def looking_up(self) -> Iterator[dict[str, int]]:
-        """While this thread asks the tiers for one request: what ``note_found`` told meanwhile, by tier."""
+        """Wrap this thread's look-ups for one request; yield what ``note_found`` reports inside, by tier."""
         found = self._here.found = {}
         try:
             yield found
@@ -87,7 +87,7 @@ class Recorder:
             self._here.found = None
 
     def note_found(self, found: Mapping[str, int]) -> None:
-        """Tiers and how many pages of a leading run each had; for whatever request this thread is looking up."""
+        """Note how many pages of a leading run each tier has, for the request that this thread is looking up."""
         mine: dict[str, int] | None = getattr(self._here, "found", None)
         if mine is not None:
             for tier, pages in found.items():
@@ -104,8 +104,8 @@ class Recorder:
         prompt: int | None = None,
         matched: int | None = None,
     ) -> None:
-        """One request asked for ``pages`` (page hashes). ``before``: that of the page before them; ``rid`` is not
-        written. Does not wait."""
+        """Record that a request asked for ``pages`` (page hashes). ``before``: hash of the page before them; ``rid`` is
+        not written. Does not wait."""
         if not pages:
             return
         chain = [*([] if before is None else [before]), *pages]
@@ -122,7 +122,7 @@ class Recorder:
             self.metrics.add("request", "dropped_queue")
 
     def close(self) -> None:
-        """Write what waits, for a moment: a disk may hang."""
+        """Write what is queued, within ``_CLOSE_WAIT`` because a disk may hang."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             call_within(_CLOSE_WAIT, "hicache-record-end", self._finish)
 
@@ -133,7 +133,7 @@ class Recorder:
     # -- on the thread of the loop -------------------------------------------------------------------------------------
 
     def _step(self) -> float:
-        """Write what waits as one block."""
+        """Write what is queued as one block."""
         with self._lock:
             waiting, self._waiting_pages = list(self._queue), 0
             self._queue.clear()
@@ -163,10 +163,10 @@ class Recorder:
         return True
 
     def _write(self, fresh: Sequence[Asked]) -> None:
-        """Raises OSError; then none of them counts as written."""
+        """Write requests. Raises OSError; then none of them counts as written."""
         tiers = tuple(dict.fromkeys(tier for asked in fresh for tier in asked.found))
         encoder, most, header = self._encoder, min(_LONGEST_FILE, self._settings.size // _SHARE_OF_A_FILE), b""
-        # Somebody may have removed the file.
+        # Somebody else may have removed the file.
         if encoder is None or self._size >= most or set(tiers) - set(encoder.tiers) or not self._path.exists():
             if encoder is not None:
                 tiers = tuple(dict.fromkeys((*encoder.tiers, *tiers)))
@@ -181,7 +181,7 @@ class Recorder:
         self._append(content)
 
     def _append(self, content: bytes) -> None:
-        """Raises OSError; then the file ends where it did, or is not to be written to any more."""
+        """Append to the file. Raises OSError; then the file ends where it did, or must not be written to any more."""
         begin = 0 if self._size else os.O_CREAT | os.O_EXCL
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | begin, 0o600)
         try:
@@ -213,7 +213,7 @@ class Recorder:
 
 
 def _salt_in(directory: Path) -> bytes:
-    """What the page hashes of this directory are keyed with; the first process makes it."""
+    """Return the key of this directory's page hashes; the first process creates it."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         create_whole(directory / SALT_FILE, secrets.token_hex(SALT_BYTES))
@@ -232,7 +232,7 @@ def _salt_in(directory: Path) -> bytes:
 
 
 def _of_run(found: Mapping[str, int], answered: int) -> dict[str, int]:
-    """``found`` over the pages that were answered. Where a page has several parts, each of them was found."""
+    """Scale ``found`` to the pages that were answered, since each part of a page counts as found."""
     whole = sum(found.values())
     if whole <= answered or not whole:
         return dict(found)

@@ -1,8 +1,8 @@
-"""Tiers in use, opened with their guards, and exchanged while SGLang runs.
+"""Opens the configured tiers with their guards, and replaces them while SGLang runs.
 
 A reload that is refused, or whose new tiers cannot be opened, changes nothing. An accepted one takes effect between two
-calls (``TieredStore.rearrange``), and what waits for tiers that stay goes on. It runs on the caller's thread, never on
-SGLang's. Reasons: docs/decisions/several-tiers.md.
+calls (``TieredStore.rearrange``), and work queued for tiers that stay continues. It runs on the caller's thread, never
+on SGLang's. Reasons: docs/decisions/several-tiers.md.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _FIXED = {
 """Keys that a reload may not change -> why. Others (orders, tiers, limits) may change."""
 
 _FIRST_WAIT = 10.0
-"""Seconds that the start waits for a tier that is not required; it goes on opening in the background."""
+"""Seconds that startup waits for a tier that is not required; opening continues in the background."""
 
 _CAPACITY = "capacity"
-"""The live key of a tier that its store is told of (``Resizable``)."""
+"""The live key of a tier that is passed on to its store (``Resizable``)."""
 
 _LATER = dict.fromkeys(
     ("pd", "longest_lease", "linker", "events", "tracing", "record"), ", in force from the next start on"
@@ -56,14 +56,14 @@ _LATER = dict.fromkeys(
 
 
 class ReloadableStore(TieredStore):
-    """The tiers of a configuration, which may be replaced by those of another. Threads: any."""
+    """The tiers of a configuration, which a reload may replace by those of another. Threads: any."""
 
     def __init__(self, config: HicacheExtConfig, writers: int = 1) -> None:
-        """Opens the tiers; ``writers`` ranks of this server write to each. Raises StoreSetupError or ConfigError."""
+        """Open the tiers; ``writers`` ranks of this server write to each. Raises StoreSetupError or ConfigError."""
         tier_use(config)  # before anything is opened: it may raise
         _put_tenants_in_force(config)
         self._config, self._writers = config, writers
-        # Of the start: the identities of pages keep them, also when the last such tier is gone.
+        # As at the start: the identities of pages keep these codecs even after the last such tier is gone.
         self._lossy_codecs = config.lossy_codecs
         self._reloading = threading.Lock()
         self._live = open_live_tiers(used_tiers(config), config.role, writers, measured=_is_measured(config))
@@ -79,15 +79,15 @@ class ReloadableStore(TieredStore):
         return self._config
 
     def check(self, config: HicacheExtConfig) -> None:
-        """Raise ConfigError if a reload to ``config`` would be refused, as far as that is known beforehand."""
+        """Raise ConfigError if a reload to ``config`` would be refused, as far as can be known in advance."""
         if problems := list(self._problems(config)):
             raise config_error(problems)
         tier_use(config)
 
     def reload(self, config: HicacheExtConfig) -> list[str]:
-        """Put ``config`` in force; returns what has changed, one line each.
+        """Apply ``config``; return what has changed, one line each.
 
-        Returns when calls under way have ended and removed tiers are closed. Raises ConfigError or StoreError, and
+        Returns when calls in flight have ended and removed tiers are closed. Raises ConfigError or StoreError, and
         then nothing has changed.
         """
         with self._reloading:
@@ -118,7 +118,7 @@ class ReloadableStore(TieredStore):
                     undo.callback(_end, name, functools.partial(_resize, tier, tier.config))
                     _resize(tier, wanted[name])
                 live = {name: opened.get(name) or before[name] for name in wanted}
-                # Nothing that follows can fail, or take effect in part.
+                # Nothing after this can fail or take effect only partially.
                 self.rearrange(arrange(config, live))
                 undo.pop_all()
         except HicacheExtError:
@@ -127,12 +127,12 @@ class ReloadableStore(TieredStore):
             raise StoreError(f"the new tiers cannot be used: {error!r}") from error
         self._live = live
         for name, seal in seals.items():
-            # Pages of a key that is gone are absent from here on.
+            # Pages sealed with a removed key are absent from here on.
             store = _transforming(before[name])
             assert store is not None
             store.put_seal(seal)
-            # Nor what was read ahead with it: who has a key that leaked may have made these pages.
-            self.forget_what_was_fetched(before[name])
+            # Drop pages prefetched with it, too: somebody with a leaked key may have forged them.
+            self.drop_prefetched(before[name])
         for name, tier in changed.items():
             tier.admit_by(admission_of(wanted[name], config.role, self._writers))
             _put_limits(tier, wanted[name])
@@ -212,7 +212,7 @@ def _problems_of_tier(name: str, live: TierHandle, wanted: TierConfig) -> Iterat
 
 
 def _transforming(live: TierHandle) -> TransformedStore | None:
-    """The layer that seals and encodes the pages of a tier; None where there is none, or before the tier was opened."""
+    """Return the layer that seals and encodes a tier's pages; None if it has none or the tier is not open yet."""
     if live.config.seal is None and live.config.codec == "off":
         return None
     from hicache_ext.storage.contract.transforming.store import TransformedStore
@@ -221,10 +221,10 @@ def _transforming(live: TierHandle) -> TransformedStore | None:
 
 
 def _new_seal(name: str, live: TierHandle, wanted: TierConfig) -> Seal | None:
-    """The seal that is to be put in force, where it is another one.
+    """Return the seal to apply, or None if it has not changed.
 
-    Raises ConfigError, also for a key that is another one than that of the same id which is in use, whether or not the
-    configuration has changed: pages of both would have one id, and those of the old one would be gone unnoticed.
+    Raises ConfigError, also for a key whose secret differs from the key in use with the same id, even if the
+    configuration is unchanged: pages of both would share an id, and those of the old key would be lost unnoticed.
     """
     store, seal, key = _transforming(live), wanted.seal, f"hicache_ext.tiers.{name}.seal"
     if store is None or store.seal is None or seal is None:
@@ -235,7 +235,7 @@ def _new_seal(name: str, live: TierHandle, wanted: TierConfig) -> Seal | None:
     except ConfigError:
         if is_new:
             raise
-        # What cannot be read now is in use already.
+        # The keys cannot be read now, but they are already in use.
         return None
     in_use = {one.id: one for one in store.seal.keys}
     for number, reference in enumerate(seal.keys):
@@ -258,7 +258,7 @@ def _end(name: str, close: Callable[[], None]) -> None:
 
 
 def _is_measured(config: HicacheExtConfig) -> bool:
-    """Whether the pull rule needs the costs of the tiers. As at the start: ``pd`` takes effect at the next one."""
+    """Return whether the pull rule needs the tiers' costs. ``config``: of the start, as ``pd`` changes at a restart."""
     return config.pd.pull.mode == "adaptive"
 
 
@@ -272,7 +272,7 @@ def _resize(live: TierHandle, wanted: TierConfig) -> None:
 
 
 def used_tiers(config: HicacheExtConfig) -> dict[str, TierConfig]:
-    """The tiers that are read or written, in written order."""
+    """Return the tiers that are read or written, in the order of the configuration."""
     written = {*config.store_locations, config.promote_to}
     used = {*config.retrieve_locations, *config.store_locations}
     return {
@@ -292,9 +292,9 @@ def open_live_tiers(
                 unguarded.callback(bare.close)
                 store = guard(config, bare)
                 unguarded.pop_all()
-            # Through the guards alone, which do not wait for ever.
+            # Close through the guards only, because they do not wait forever.
             undo.callback(store.close)
-            # What is off is not imported: here, and below.
+            # Modules of features that are off are not imported, here and below.
             if measured:
                 from hicache_ext.storage.tiering.pulling import MeasuredStore
 
@@ -308,7 +308,7 @@ def open_live_tiers(
 
 
 def guard(config: TierConfig, bare: PageStore) -> PageStore:
-    """``bare`` with its guards as configured, or itself. Raises StoreSetupError."""
+    """Return ``bare`` behind its guards as configured, or ``bare`` itself. Raises StoreSetupError."""
     if not _may_have_guards(config):
         return bare
     from hicache_ext.storage.guards.pipeline import GuardedStore, plan_guards
@@ -317,7 +317,7 @@ def guard(config: TierConfig, bare: PageStore) -> PageStore:
 
 
 def _put_limits(tier: TierHandle, config: TierConfig) -> None:
-    """Put the timeout of ``config`` in force. Guards that the tier has stay, with what they know of it."""
+    """Apply the timeout of ``config``. Existing guards stay, with what they have learnt about the tier."""
     around: Any = next(layer for layer in layers(tier) if getattr(layer, "inner", None) is tier.bare)
     if not hasattr(around, "put_limits"):
         around.inner = guard(config, tier.bare)
@@ -328,13 +328,13 @@ def _put_limits(tier: TierHandle, config: TierConfig) -> None:
 
 
 def _may_have_guards(config: TierConfig) -> bool:
-    """False for a tier on local disks of which nothing else was asked: its reads go straight into host pages."""
+    """Return False for a tier on local disks without a timeout: its reads go straight into host pages."""
     on_network = config.remote or any(is_on_network(path) for path in config.directories())
     return on_network or config.timeout not in (None, math.inf)
 
 
 def arrange(config: HicacheExtConfig, tiers: Mapping[str, TierHandle]) -> Arrangement:
-    """The tiers together, as ``config`` orders them."""
+    """Return the arrangement of ``tiers`` that ``config`` describes."""
     use = tier_use(config)
     logger.info("hicache_ext: %s", "; ".join(use.lines()))
     return Arrangement(
@@ -346,8 +346,8 @@ def arrange(config: HicacheExtConfig, tiers: Mapping[str, TierHandle]) -> Arrang
 
 
 def admission_of(config: TierConfig, role: str, writers: int = 1) -> AdmissionSettings | None:
-    """What decides which pages the tier is given, whose budget ``writers`` ranks share; None where it is given all. A
-    decode node learns nothing: it never sees who reads its pages."""
+    """Return the settings of a tier's admission, whose budget ``writers`` ranks share; None if all pages are admitted.
+    A decode node learns nothing: it never sees who reads its pages."""
     budget, learned = config.write_budget, config.admission == "learned" and role != "decode"
     if not learned and budget is None:
         return None

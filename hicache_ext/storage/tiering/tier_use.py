@@ -1,9 +1,9 @@
-"""How a configuration uses its tiers: what it says, and the defaults that follow from the tiers.
+"""How a configuration uses its tiers: explicit settings, and the defaults that follow from the tiers.
 
-Several tiers are mostly a near, private one and a far, shared one. By default pages found in the far tier are promoted
-to the near one (``promote_to``), or the far tier would be read again and again. And a write waits for the near tier
-only (``store_policies``), or a slow pool would delay writes to the disk. On a decode node everything is written at once
-by default: its writer has a thread of its own and must know what has reached the pool.
+Several tiers are usually a near, private one and a far, shared one. By default pages found in the far tier are promoted
+to the near one (``promote_to``); otherwise the far tier would be read again and again. A write waits only for the near
+tier (``store_policies``); otherwise a slow pool would delay writes to the disk. On a decode node all writes are
+synchronous by default: its writer has its own thread and must know what has reached the pool.
 Reasons: docs/decisions/several-tiers.md.
 """
 
@@ -17,12 +17,12 @@ from hicache_ext.config.model import PROMOTE_NOTHING, SECTION, StorePolicy
 from hicache_ext.config.tier import Sharing
 from hicache_ext.errors import ConfigError
 
-_TOLD = "configured"
+_CONFIGURED = "configured"
 
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Settings by the names of tiers, each with its reason, for people."""
+    """Settings by tier name, each with its reason for human readers."""
 
     sharing: Mapping[str, Sharing]
     promote_to: str | None
@@ -35,20 +35,20 @@ class TierUse:
         return [name for name, (policy, _) in self.policies.items() if policy == "async"]
 
     def store_words(self) -> str:
-        """Where writes go, and how."""
+        """Describe where writes go, and how."""
         return ", ".join(f"{name} ({policy}, {why})" for name, (policy, why) in self.policies.items()) or "nowhere"
 
     def promotion_words(self) -> str:
         return f"{self.promote_to or 'nothing'} ({self.promotion_reason})"
 
     def lines(self) -> list[str]:
-        """For the log."""
+        """Return lines for the log."""
         tiers = [f"tier {name}: {sharing}" for name, sharing in self.sharing.items()]
         return [*tiers, f"store to: {self.store_words()}", f"promote to: {self.promotion_words()}"]
 
 
 def tier_use(config: HicacheExtConfig) -> TierUse:
-    """For a server of the role in ``config``, on this node. Raises ConfigError for hints without a tier to fetch to."""
+    """Resolve the defaults for ``config`` on this node. Raises ConfigError for hints without a tier to fetch to."""
     used = [*config.retrieve_locations, *config.store_locations]
     sharing = {name: tier.sharing() for name, tier in config.tiers.items() if name in used}
     promote_to, reason = _promotion(config, sharing)
@@ -61,7 +61,7 @@ def tier_use(config: HicacheExtConfig) -> TierUse:
 
 def _promotion(config: HicacheExtConfig, sharing: Mapping[str, Sharing]) -> tuple[str | None, str]:
     if config.promote_to is not None:
-        return (None if config.promote_to == PROMOTE_NOTHING else config.promote_to), _TOLD
+        return (None if config.promote_to == PROMOTE_NOTHING else config.promote_to), _CONFIGURED
     if config.role == "decode":
         return None, "default on decode nodes"
     if len(config.retrieve_locations) < 2:
@@ -75,7 +75,7 @@ def _promotion(config: HicacheExtConfig, sharing: Mapping[str, Sharing]) -> tupl
 
 def _policy(name: str, config: HicacheExtConfig, sharing: Mapping[str, Sharing]) -> tuple[StorePolicy, str]:
     if name in config.store_policies:
-        return config.store_policies[name], _TOLD
+        return config.store_policies[name], _CONFIGURED
     private = next((other for other in config.store_locations if not sharing[other].shared), None)
     if config.role != "decode" and sharing[name].shared and private is not None:
         return "async", f"default: shared, behind {private}"
@@ -83,7 +83,7 @@ def _policy(name: str, config: HicacheExtConfig, sharing: Mapping[str, Sharing])
 
 
 PROMOTION_BUFFER = 128 << 20
-"""Bytes."""
+"""Bytes of pages waiting to be promoted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,15 @@ class TieringSettings:
     async_tiers: frozenset[str] = frozenset()
     """Names of the stores that are written in the background."""
     store_buffer: int = 256 << 20
-    """Payload that waits to be written to one of them."""
+    """Bytes of payload that may wait to be written to one of them."""
     promotion_buffer: int = PROMOTION_BUFFER
     drain: float = 5.0
-    """How long close() goes on writing."""
+    """Seconds that close() goes on writing."""
     prefetch_buffer: int = 256 << 20
     """0: no prefetch."""
     prefetch_lifetime: float = 30.0
     prefetch_streams: int = 4
-    """Calls on each far tier simultaneously."""
+    """Concurrent fetches per far tier."""
 
     @classmethod
     def of(cls, config: HicacheExtConfig, async_tiers: Iterable[str]) -> TieringSettings:

@@ -1,9 +1,9 @@
-"""Several stores as one: read in the order of ``retrieve``, written to every store of ``store``.
+"""Several stores as one: reads follow the order of ``retrieve``, writes go to every store of ``store``.
 
-A read asks a far tier only for what the nearer ones lack. Pages that exists() has just found far out are read from
-there at once, beside the near tiers. Pages found behind ``promote_to`` are written to it in the background
-(tier_handle.py); pages that exists() found far out are fetched ahead of the read (prefetch.py); tiers with the policy
-``async`` are written in the background (tier_handle.py). Reasons: docs/decisions/several-tiers.md.
+A read asks a far tier only for what the nearer ones lack. Pages that exists() has just found in a far tier are read
+from it directly, in parallel with the near tiers. Pages found behind ``promote_to`` are written to it in the background
+(tier_handle.py); pages that exists() found in far tiers are fetched ahead of the read (prefetch.py); tiers with the
+policy ``async`` are written in the background (tier_handle.py). Reasons: docs/decisions/several-tiers.md.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ _WORST_LAST = (
     *(SetResult.REJECTED, SetResult.TIMEOUT, SetResult.ERROR),
 )
 _PATIENCE = 1.0
-"""Seconds for which a batch of promotions waits for foreground reads and prefetches, and pages that nobody has asked
-for yet for foreground reads and earlier promotions."""
+"""Seconds a batch of promotions waits for foreground reads and prefetches to end, and bring_inward() for foreground
+reads and earlier promotions."""
 _CALLS_END = 60.0
-"""Seconds that a reload waits for calls on tiers that it takes out."""
+"""Seconds a reload waits for calls on the tiers it removes."""
 _CLOSE_WAIT = 1.0
-"""Seconds for which close() waits for stores that do not close, beyond ``drain``."""
+"""Seconds beyond ``drain`` that close() waits for stores that do not close."""
 
 
 class Arrangement:
-    """Which tiers are asked and written, and in what order. Handles outlive it: a reload puts another in force."""
+    """Which tiers are read and written, and in what order. Handles outlive it: a reload installs a new arrangement."""
 
     def __init__(
         self,
@@ -78,36 +78,36 @@ class Arrangement:
         promote_to: TierHandle | None,
         settings: TieringSettings,
     ) -> None:
-        """``promote_to``: one of ``retrieve``, and not the last of them."""
+        """``promote_to`` is one of ``retrieve`` other than the last."""
         self.retrieve = list(retrieve)
         self.promote_to = promote_to
         self.settings = settings
         self.sync = [tier for tier in store if tier.name not in settings.async_tiers]
         self.later = [tier for tier in store if tier.name in settings.async_tiers]
-        """Written in the background."""
+        """Tiers written in the background."""
         self.tiers = list({id(tier): tier for tier in [*retrieve, *store]}.values())
         self.inner_tiers = 1
-        """How many tiers are read in place: what lies further out is fetched ahead and promoted."""
+        """Number of tiers read in place; pages of tiers further out are fetched ahead and promoted."""
         if promote_to is not None:
             self.inner_tiers = 1 + self.retrieve.index(promote_to)
         elif len(retrieve) == 1 and retrieve[0].describe().shared:
             self.inner_tiers = 0
         self.only_tier = self.retrieve[0] if len(retrieve) == self.inner_tiers == 1 else None
-        """Nothing lies further out: nothing is prefetched, joined or promoted."""
+        """Set if no tier lies further out: nothing is prefetched, joined or promoted."""
         self.calls = CallGate("tiers")
 
     def looked_up(self, keys: Sequence[bytes], leading: int) -> None:
-        """Tell admission of a chain of which the first ``leading`` pages are there."""
+        """Tell the tiers' admission about a lookup of a chain whose first ``leading`` pages are present."""
         for tier in self.tiers:
             if tier.admission is not None:
                 tier.admission.looked_up(keys, leading)
 
 
 class TieredStore:
-    """A PageStore over PageStores, whose order may be changed while calls go on (``rearrange``). Threads: any.
+    """A PageStore over PageStores whose order may change while calls are in flight (``rearrange``). Threads: any.
 
-    A page counts as written when one synchronous store has it: a store that is down must not end SGLang's whole backup.
-    Where all are asynchronous it counts as written when one has taken it into its queue.
+    A page counts as written once one synchronous store has it: a store that is down must not end SGLang's whole backup.
+    If all stores are asynchronous, it counts as written once one has queued it.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TieredStore:
         promote_to: PageStore | None = None,
         settings: TieringSettings | None = None,
     ) -> None:
-        """``promote_to`` is one of ``retrieve``, and not the last of them. Owns the stores: close() closes them."""
+        """``promote_to`` is one of ``retrieve`` other than the last. Owns the stores: close() closes them."""
         handles = {id(tier): TierHandle(tier) for tier in (*retrieve, *store)}
         self._begin(
             Arrangement(
@@ -133,17 +133,17 @@ class TieredStore:
         self._metrics = TierMetrics("all")
         self._metrics.declare(OF_ANSWERS)
         self._chains: set[bytes] = set()
-        """Identities whose pages are looked up as a chain, and not one by one."""
+        """Identities whose pages are looked up as a chain, not individually."""
         self._gate = IoPriority()
         self._generations = Generations()
         self._metrics.set_level("prefetch_buffer_bytes", "", 0.0)
         self._prefetcher: Prefetcher | None = None
-        """Made when there is a tier to fetch from."""
+        """Created once there is a tier to fetch from."""
         self._page_bytes: dict[bytes, int] = {}
         self._helpers = ThreadPool("hicache-tiers")
         self._log = LimitedLog(logger)
         self._changing = threading.Lock()
-        """Around changes of the arrangement and of what new tiers have to know."""
+        """Guards changes of the arrangement and of ``_identities``, which new tiers must know."""
         self._identities: dict[bytes, dict[str, Any]] = {}
         self._closed = False
         self._leaving: list[TierHandle] = []
@@ -153,10 +153,10 @@ class TieredStore:
     # -- which tiers -----------------------------------------------------------------------------------------------
 
     def rearrange(self, arrangement: Arrangement) -> None:
-        """Put another arrangement in force at one moment; returns when the calls that began before have ended.
+        """Switch to another arrangement atomically; return when the calls that began before have ended.
 
-        What was registered is registered with new tiers first. What waits for tiers that stay goes on; those that are
-        in use no more are the caller's to close. Raises StoreClosedError, and then nothing has changed.
+        Registers the known identities with new tiers first. Work queued for tiers that stay continues; the caller
+        closes the tiers that are no longer in use. Raises StoreClosedError, and then nothing has changed.
         """
         known = set(map(id, self._arrangement.tiers))
         leaving = [tier for tier in self._arrangement.tiers if tier not in arrangement.tiers]
@@ -172,19 +172,19 @@ class TieredStore:
                     self._leaving = leaving
                     before, self._arrangement = self._arrangement, arrangement
                     break
-            # Outside the lock: SGLang's scheduler may be about to register more.
+            # Outside the lock, because SGLang's scheduler may be about to register more.
             _register(new_tiers, missing)
             registered |= missing.keys()
         before.calls.shut_within(_CALLS_END)
         for tier in leaving:
-            self.forget_what_was_fetched(tier)
+            self.drop_prefetched(tier)
 
     def all_have_left(self) -> None:
-        """Tiers of former arrangements are closed."""
+        """Forget the tiers of former arrangements; they are closed."""
         self._leaving = []
 
     def _configure(self, arrangement: Arrangement) -> None:
-        """Make what the calls of this arrangement need. Calls of another one may go on."""
+        """Create what calls under this arrangement need. Calls under another one may be in flight."""
         settings = arrangement.settings
         if arrangement.only_tier is None and self._prefetcher is None:
             from hicache_ext.storage.tiering.prefetch import Prefetcher
@@ -202,7 +202,7 @@ class TieredStore:
 
     @contextmanager
     def _entered(self) -> Iterator[Arrangement]:
-        """Around a call: the arrangement in force, which stays usable inside."""
+        """Wrap a call: yield the current arrangement, which stays usable inside."""
         while True:
             arrangement = self._arrangement
             try:
@@ -219,7 +219,7 @@ class TieredStore:
 
     @property
     def arrangement(self) -> Arrangement:
-        """For a look: it may be exchanged the next moment."""
+        """The current arrangement, for inspection only: it may be replaced at any moment."""
         return self._arrangement
 
     @property
@@ -228,7 +228,7 @@ class TieredStore:
 
     @property
     def metrics(self) -> TierMetrics:
-        """What SGLang was answered, whichever tier it came from: ``get`` by result, ``gap`` for hits past a gap."""
+        """Answers given to SGLang, whichever tier they came from: ``get`` by result, ``gap`` for hits past a gap."""
         return self._metrics
 
     @property
@@ -237,12 +237,12 @@ class TieredStore:
 
     @property
     def prefetcher(self) -> Prefetcher:
-        """Not where one private tier is all that is read."""
+        """The prefetcher; it does not exist if a single private tier is all that is read."""
         assert self._prefetcher is not None
         return self._prefetcher
 
-    def forget_what_was_fetched(self, source: TierHandle) -> None:
-        """Drop what was read ahead from this tier."""
+    def drop_prefetched(self, source: TierHandle) -> None:
+        """Drop what was prefetched from this tier."""
         if self._prefetcher is not None:
             self._prefetcher.forget_source(source)
 
@@ -275,7 +275,7 @@ class TieredStore:
     def get(self, batch: PageBatch) -> list[GetResult]:
         with self._entered() as arrangement:
             if batch.sizes:
-                # For identities whose document does not tell (flat tensors), or was registered with the tiers alone.
+                # For identities whose document has no sizes (flat tensors) or was registered with the tiers only.
                 self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
             tier = arrangement.only_tier
             if tier is None:
@@ -295,7 +295,7 @@ class TieredStore:
             self._walk(read, own)
             if len(own) < len(staged):
                 with self._gate.entered(READ):
-                    # Prefetched pages came from far tiers, too: promotion waits.
+                    # Promotion waits, because prefetched pages came from far tiers, too.
                     self._take_staged(read, staged, prefetcher)
         leading = _leading_hits(read.results)
         places = [read.places[position] for position in range(leading)]
@@ -309,7 +309,7 @@ class TieredStore:
         return read.results
 
     def _read_known_places(self, read: _Read, positions: Sequence[int], planned: Mapping[bytes, PageStore]) -> None:
-        """Read pages that exists() saw in far tiers from there, all tiers at once; the others from the nearest."""
+        """Read pages that exists() found in far tiers from there, others from the nearest; all tiers in parallel."""
         if not planned:
             return
         numbers: dict[PageStore | None, int] = {tier: number for number, tier in enumerate(read.arrangement.retrieve)}
@@ -317,10 +317,10 @@ class TieredStore:
         for position in positions:
             by_tier.setdefault(numbers.get(planned.get(read.keys[position]), 0), []).append(position)
         reads = list(by_tier.items())
-        self._beside(len(reads), lambda i: self._read_tier(read, *reads[i]))
+        self._run_all(len(reads), lambda i: self._read_tier(read, *reads[i]))
 
     def _walk(self, read: _Read, positions: Iterable[int]) -> None:
-        """Ask each tier not asked yet for what is still missing, near tiers first."""
+        """Ask each tier for the pages still missing that it was not asked for yet, near tiers first."""
         for number in range(len(read.arrangement.retrieve)):
             missing = [p for p in positions if read.results[p] is not GetResult.HIT and not read.asked[p] >> number & 1]
             if missing:
@@ -345,19 +345,19 @@ class TieredStore:
                 if fetch.announced.source is tier and results[at] is not GetResult.REJECTED
             ]
             read.note([positions[at] for at in answered], number, [results[at] for at in answered])
-        # Also those of a tier that is in use no more.
+        # This includes pages of a tier that is no longer in use.
         if failed := [position for position in positions if read.results[position] is not GetResult.HIT]:
             self._walk(read, failed)
 
     def _count(
         self, batch: PageBatch, results: Sequence[GetResult], leading: int, sources: Sequence[tuple[PageStore, int]]
     ) -> None:
-        """``sources``: how many pages of the leading run came from which tier."""
+        """Count the results of a read. ``sources``: number of pages of the leading run from each tier."""
         if leading == len(results):
             self._metrics.add("get", "hit", leading)
         else:
             counts = counted(results)
-            # SGLang uses the leading run alone: what was read past a gap is no hit to it.
+            # SGLang uses only the leading run: a page read past a gap is no hit to it.
             hits = counts.pop("hit", 0)
             counts |= {reason: count for reason, count in (("hit", leading), ("gap", hits - leading)) if count}
             self._metrics.add_many("get", counts)
@@ -372,7 +372,7 @@ class TieredStore:
             return present
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        """The leading run over all tiers; its pages in far tiers begin to be prefetched."""
+        """Return the length of the leading run over all tiers; start to prefetch its pages in far tiers."""
         with self._entered() as arrangement:
             tier = arrangement.only_tier
             if tier is None:
@@ -384,7 +384,7 @@ class TieredStore:
 
     def _lead_over_several(self, keys: Sequence[bytes], arrangement: Arrangement) -> int:
         still_wanted = self._generations.moment()
-        # The first page that the last tier lacks ends the run: it need not look at those behind.
+        # The first page that the last tier lacks ends the run, so it need not look up those behind.
         places = self._find(keys, arrangement, self._leading_in)
         places = places[: leading((places >= 0).tolist())]
         self._count_found(keys, dict(enumerate(np.bincount(places).tolist())), arrangement)
@@ -398,15 +398,15 @@ class TieredStore:
         return len(places)
 
     def _count_found(self, keys: Sequence[bytes], found: Mapping[int, int], arrangement: Arrangement) -> None:
-        """Count the leading run of ``keys``; ``found``: how many of its pages are in which tier.
+        """Count the leading run of ``keys``; ``found``: number of its pages in each tier.
 
-        A page is asked of the first tier, and of each one further out until one has it. What is behind the run:
-        ``count_absent``.
+        A page counts as asked in the first tier and in each one further out until one has it. ``count_absent`` counts
+        the pages behind the run.
         """
         asked = sum(found.values())
         if not asked:
             return
-        # Before anybody can read them: a read of a chain counts as used.
+        # Before anybody can read them, because a read of a chain counts as used.
         self._chains.add(identity_of(keys))
         self._metrics.add_many("chain_pages", {"asked": asked, "found": asked})
         if (recorder := observers.recorder) is not None:
@@ -419,13 +419,13 @@ class TieredStore:
             asked -= has
 
     def count_absent(self, pages: int) -> None:
-        """Count pages of a chain behind the leading run as asked: no tier could serve them, whether or not it was asked
-        (look-ups end at the first gap)."""
+        """Count pages of a chain behind the leading run as asked: no tier could serve them, although look-ups end at
+        the first gap and may not have asked it."""
         for metrics in (self._metrics, *(tier.metrics for tier in self._arrangement.retrieve)):
             metrics.add("chain_pages", "asked", pages)
 
     def _find(self, keys: Sequence[bytes], arrangement: Arrangement, look_in_last: LookIn) -> npt.NDArray[np.intp]:
-        """The number of the tier that has each page, -1 for none. Each tier is asked for what the nearer ones lack."""
+        """Return the number of the tier that has each page, or -1. Ask each tier only for what the nearer ones lack."""
         places = np.full(len(keys), -1)
         for number, tier in enumerate(arrangement.retrieve):
             missing = np.flatnonzero(places < 0)
@@ -437,11 +437,11 @@ class TieredStore:
         return places
 
     def _known_in(self, tier: TierHandle, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which keys a tier has."""
+        """Return a mask of the keys that a tier has."""
         return np.array(self._call(tier, "exists", tier.contains, keys, [False] * len(keys)), np.bool_)
 
     def _leading_in(self, tier: TierHandle, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """The leading run in a tier."""
+        """Return a mask of the leading run of ``keys`` in a tier."""
         return np.arange(len(keys)) < self._call(tier, "exists", tier.count_leading, keys, 0)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -452,13 +452,13 @@ class TieredStore:
             if batch.sizes:
                 self._page_bytes.setdefault(identity_of(batch.keys), batch.sizes[0])
             failed = [SetResult.ERROR] * len(batch.sizes)
-            # First, because it only copies: these queues work while the synchronous tiers do.
+            # First, because it only copies: the queues are then written in parallel with the synchronous tiers.
             queued = [
                 self._call(tier, "queue", functools.partial(tier.set_later, still_wanted=still_wanted), batch, failed)
                 for tier in arrangement.later
             ]
             tiers = arrangement.sync
-            written = self._beside(len(tiers), lambda at: self._call(tiers[at], "set", tiers[at].set, batch, failed))
+            written = self._run_all(len(tiers), lambda at: self._call(tiers[at], "set", tiers[at].set, batch, failed))
             best, *others = written or queued or [[SetResult.REJECTED] * len(batch.sizes)]
             for answers in others:
                 best = [min(pair, key=_WORST_LAST.index) for pair in zip(best, answers, strict=True)]
@@ -468,7 +468,7 @@ class TieredStore:
     # -- administration --------------------------------------------------------------------------------------------
 
     def stored(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys need not be written: every tier that writes go to has them."""
+        """Return which keys need not be written, because every tier that is written has them."""
         with self._entered() as arrangement:
             absent = [False] * len(keys)
             written = (*arrangement.sync, *arrangement.later)
@@ -476,7 +476,7 @@ class TieredStore:
         return [all(known) for known in zip(*answers, strict=True)] if answers else [False] * len(keys)
 
     def count_leading_in_pool(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run that another node finds: in the shared tiers that writes go to (if any is)."""
+        """Return the length of the leading run that other nodes find: in the written tiers, the shared ones if any."""
         with self._entered() as arrangement:
             written = [*arrangement.sync, *arrangement.later]
             pool = [tier for tier in written if tier.describe().shared] or written
@@ -485,8 +485,8 @@ class TieredStore:
     def bring_inward(self, keys: Sequence[bytes]) -> Counter[str]:
         """Promote what ``promote_to`` lacks of the leading run of ``keys``, before anybody asks for it.
 
-        How many pages were present, fetched, absent (with all behind a gap) and dropped (the promotion queue was full).
-        Takes as much memory as the pages are long. Waits for foreground reads and for tiers: not for SGLang's threads.
+        Return how many pages were present, fetched, absent (with all behind a gap) and dropped (promotion queue full).
+        Allocates the pages' size in memory. Not for SGLang's threads: it waits for foreground reads and for tiers.
         """
         with self._entered() as arrangement:
             target = arrangement.promote_to
@@ -515,47 +515,47 @@ class TieredStore:
     def remove(self, keys: Sequence[bytes]) -> int:
         with self._entered() as arrangement:
             wanted = list(dict.fromkeys(keys))
-            of_these = set(wanted).__contains__
-            self._make_void(identities_of(wanted), of_these)
-            # A page of two tiers is one page: their own counts cannot be added.
+            is_wanted = set(wanted).__contains__
+            self._invalidate(identities_of(wanted), is_wanted)
+            # A page in two tiers is one page, so the tiers' own counts cannot be added.
             tiers: Sequence[TierHandle] = list(self._tiers_in_use(arrangement))
             present = self._helpers.run(len(tiers), lambda number: self._remove_from(tiers[number], wanted))
             if arrangement.promote_to is not None:
-                # What has begun to read an outer tier before it was removed there, and ends now.
-                self._make_void(identities_of(wanted), of_these)
+                # Once more, for work that began to read an outer tier before the removal there and ends only now.
+                self._invalidate(identities_of(wanted), is_wanted)
                 self._remove_from(arrangement.promote_to, wanted)
             return sum(any(known) for known in zip(*present, strict=True))
 
-    def _make_void(self, digests: Sequence[bytes] | None, wanted: Callable[[bytes], bool]) -> None:
-        """What has begun to read these pages in the background does not bring them back. ``digests``: their identities,
-        None for all."""
+    def _invalidate(self, digests: Sequence[bytes] | None, wanted: Callable[[bytes], bool]) -> None:
+        """Keep background work that is already reading these pages from bringing them back. ``digests``: their
+        identities, None for all."""
         self._generations.advance(digests)
         if self._prefetcher is not None:
             self._prefetcher.forget(wanted)
 
     def _remove_from(self, tier: TierHandle, keys: list[bytes]) -> list[bool]:
-        """Which of them it had."""
+        """Remove ``keys`` from a tier; return which of them it had."""
         present = self._call(tier, "contains", tier.contains, keys, [False] * len(keys))
         self._call(tier, "remove", tier.remove, keys, 0)
         return present
 
     def _tiers_in_use(self, arrangement: Arrangement) -> AbstractSet[TierHandle]:
-        """Those of a call's arrangement, of one that a reload has put in force meanwhile, and those that leave: what
-        waits for them is still written."""
+        """Return the tiers of a call's arrangement, those of one that a reload has installed meanwhile, and those that
+        are leaving, whose queues are still written."""
         return {*arrangement.tiers, *self._arrangement.tiers, *self._leaving}
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        """As the contract says. It hides the pages in all tiers at once, and waits for those that are quick alone."""
+        """Clear as the contract says: hide the pages in all tiers immediately; wait only for tiers that are quick."""
         with self._entered() as arrangement:
             wanted = of_identities(digests)
-            self._make_void(digests, wanted)
-            # Also tiers that a reload puts in force meanwhile.
+            self._invalidate(digests, wanted)
+            # Loop, because a reload may install further tiers meanwhile.
             begun: dict[TierHandle, Work | None] = {}
             while left := self._tiers_in_use(arrangement) - begun.keys():
                 for tier in left:
                     begun[tier] = self._call(tier, "clear", tier.begin_clear, digests, None)
-            # What has begun to read a tier before it was cleared, and ends now.
-            self._make_void(digests, wanted)
+            # Once more, for work that began to read a tier before it was cleared and ends only now.
+            self._invalidate(digests, wanted)
             for tier in begun:
                 tier.promotions.forget(wanted)
             deadline = time.monotonic() + ADMINISTRATION_WAIT
@@ -563,15 +563,14 @@ class TieredStore:
             return max(answers, default=0)
 
     def wait_until_written(self, timeout: float) -> bool:
-        """Whether all that waits to be promoted, written or removed in the background was done within ``timeout``
-        seconds."""
+        """Return whether all pending promotions, background writes and removals ended within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         tiers = self._arrangement.tiers
         return all(tier.wait_until_written(max(0.0, deadline - time.monotonic())) for tier in tiers)
 
     def close(self) -> None:
-        """End what is done in the background and close the tiers, all at once: within ``drain`` and a second, whatever
-        hangs. Then raises the first error of a tier. Idempotent."""
+        """End background work and close the tiers in parallel, within ``drain`` plus a second even if something hangs.
+        Raise the first error of a tier afterwards. Idempotent."""
         with self._changing:
             if self._closed:
                 return
@@ -579,7 +578,7 @@ class TieredStore:
             arrangement = self._arrangement
         drain = time.monotonic() + arrangement.settings.drain
         longest = drain + _CLOSE_WAIT
-        # What waits for the background does so no more.
+        # Release what waits in the I/O gate.
         self._gate.close()
         if not arrangement.calls.shut_within(max(0.0, drain - time.monotonic())):
             logger.warning("hicache_ext: calls under way do not end; their threads end with them")
@@ -596,21 +595,21 @@ class TieredStore:
                 return error
             return None
 
-        # Each part ends by itself at ``longest``.
+        # Each part ends at ``longest`` on its own.
         errors = [error for error in self._helpers.run(len(parts), end) if error is not None]
         self._helpers.close(max(0.0, longest - time.monotonic()))
         if errors:
             raise errors[0]
 
-    def _beside(self, count: int, work: Callable[[int], _T]) -> list[_T]:
-        """``work(0..count-1)`` with the help of other threads."""
+    def _run_all(self, count: int, work: Callable[[int], _T]) -> list[_T]:
+        """Run ``work(0..count-1)`` with the help of other threads."""
         spans = observers.spans
         return self._helpers.run(count, work if spans is None else spans.carried(work))
 
     def _call(
         self, tier: PageStore, operation: str, call: Callable[[_Argument], _T], argument: _Argument, otherwise: _T
     ) -> _T:
-        """``call(argument)``, measured; ``otherwise`` when the tier raises, which it has promised not to."""
+        """Return ``call(argument)``, measured, or ``otherwise`` if the tier raises, which the contract forbids."""
         answer, started = None, time.perf_counter()
         try:
             answer = call(argument)
@@ -641,12 +640,12 @@ class _Read:
         self.keys = list(batch.keys)
         self.results = [GetResult.MISS] * len(batch)
         self.places = [0] * len(batch)
-        """The number of the tier that each hit came from."""
+        """Number of the tier that each hit came from."""
         self.asked = [0] * len(batch)
-        """Which tiers were asked for each page, as bits."""
+        """Bit mask per page of the tiers that were asked for it."""
 
     def note(self, positions: Sequence[int], number: int, results: Sequence[GetResult]) -> None:
-        """What the tier of this number has answered for these pages."""
+        """Note what the tier of this number has answered for these pages."""
         for position, result in zip(positions, results, strict=True):
             self.asked[position] |= 1 << number
             # An error of a near tier says more than a miss of a far one.
@@ -657,7 +656,7 @@ class _Read:
 
 
 def _register(tiers: Iterable[TierHandle], documents: Mapping[bytes, dict[str, Any]]) -> None:
-    """With all of these tiers at once."""
+    """Register identities with all of these tiers in parallel."""
     begun = [(tier, tier.begin_register(*item)) for tier in tiers for item in documents.items()]
     deadline = time.monotonic() + ADMINISTRATION_WAIT
     for tier, work in begun:

@@ -1,9 +1,9 @@
-"""A span of OpenTelemetry for each call of a tier, where ``tracing`` is configured (observers.py, docs/plan.md).
+"""An OpenTelemetry span for each call of a tier, if ``tracing`` is configured (observers.py, docs/plan.md).
 
-A span is made when its call has ended, handed to OpenTelemetry's batch processor, and sent by a thread of that; what
-does not fit its queue is dropped. Nothing here raises into a call, and no call waits for a collector.
+A span is created when its call has ended and handed to OpenTelemetry's batch processor, whose thread sends it; spans
+that don't fit into its queue are dropped. Nothing here raises into a call, and no call waits for a collector.
 
-Its parent is whatever span the thread is in: sglang/scheduler_hooks.py puts storage threads into that of the request.
+Its parent is the current span of the thread: sglang/scheduler_hooks.py puts storage threads into that of the request.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _T = TypeVar("_T")
 
 _EXPORT_TIMEOUT = 5.0
 _END_TIMEOUT = 2.0
-"""Seconds that the end of a server waits for a collector to take the last spans."""
+"""Seconds that a server's shutdown waits for a collector to take the last spans."""
 _HASH_BYTES = 4
-"""Of the first page's hash: enough to find it with ``hicache-ext explain``, too little to find out a prompt."""
+"""Bytes of the first page's hash: enough to find it with ``hicache-ext explain``, too few to reveal a prompt."""
 _MOST_OF_RID = 64
 _REQUEST = "hicache.request"
 _SENT = (GetResult.HIT, SetResult.STORED)
@@ -40,10 +40,10 @@ _TROUBLE = {result.value for result in (GetResult.CORRUPT, GetResult.TIMEOUT, Ge
 
 
 class Spans:
-    """Where the spans of this process go. Threads: any."""
+    """Creates the spans of this process. Threads: any."""
 
     def __init__(self, provider: Any, *, owned: bool) -> None:
-        """``provider``: a TracerProvider of OpenTelemetry. ``owned``: it ends with this."""
+        """``provider``: a TracerProvider of OpenTelemetry. ``owned``: whether close() shuts it down."""
         from opentelemetry import context, trace
 
         self._provider = provider if owned else None
@@ -52,7 +52,7 @@ class Spans:
         self._trace = trace
 
     def carried(self, work: Callable[[int], _T]) -> Callable[[int], _T]:
-        """``work`` for other threads, with the parent of this one."""
+        """Wrap ``work`` for other threads, so that it runs with this thread's parent span."""
         parent = self._context.get_current()
 
         def with_parent(number: int) -> _T:
@@ -63,7 +63,7 @@ class Spans:
 
     @contextmanager
     def under(self, parent: Any) -> Iterator[None]:
-        """Spans of this thread have this parent (a Context) meanwhile."""
+        """Give this thread's spans the parent ``parent`` (a Context) inside the block."""
         token = self._context.attach(parent)
         try:
             yield
@@ -71,11 +71,11 @@ class Spans:
             self._context.detach(token)
 
     def request(self, rid: str, parent: Any | None) -> Any:
-        """The Context of a request: its trace where SGLang has one (``parent``), and its name in any case."""
+        """Return the Context of a request: with its rid, and its trace if SGLang has one (``parent``)."""
         return self._context.set_value(_REQUEST, rid[:_MOST_OF_RID], parent)
 
     def tell(self, tier: str, operation: str, argument: Any, answer: Any, seconds: float) -> None:
-        """Make the span of a call that has just ended; ``answer``: None where it raised. Never raises."""
+        """Create the span of a call that has just ended; ``answer`` is None if it raised. Never raises."""
         try:
             facts = _facts(argument, answer)
             if (rid := self._context.get_value(_REQUEST)) is not None:
@@ -90,7 +90,7 @@ class Spans:
             logger.debug("hicache_ext: a span was not made: %s", type(error).__name__)
 
     def close(self) -> None:
-        """Send what is left, for a moment."""
+        """Send the remaining spans, within ``_END_TIMEOUT``."""
         if self._provider is not None:
             try:
                 call_within(_END_TIMEOUT, "hicache-tracing-end", self._provider.shutdown)
@@ -99,19 +99,19 @@ class Spans:
 
 
 def spans_of(settings: TracingConfig) -> Spans:
-    """Spans as configured. Raises ConfigError, MissingPackageError."""
+    """Return the spans as configured. Raises ConfigError, MissingPackageError."""
     check_packages()
     if settings.endpoint == SGLANG:
         return Spans(_provider_of_sglang(), owned=False)
     try:
         return Spans(_provider_of(settings.endpoint), owned=True)
     except ValueError as error:
-        # Its settings are in the environment, too.
+        # OpenTelemetry also reads settings from the environment.
         raise ConfigError("hicache_ext.tracing", f"OpenTelemetry refuses a variable OTEL_...: {error}") from None
 
 
 def check_packages() -> None:
-    """Raises MissingPackageError where there is nothing to trace with."""
+    """Raise MissingPackageError if OpenTelemetry is not installed."""
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -120,7 +120,7 @@ def check_packages() -> None:
 
 
 def _provider_of_sglang() -> Any:
-    """The one that SGLang has made in this process."""
+    """Return the provider that SGLang has created in this process."""
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -139,15 +139,15 @@ def _provider_of(endpoint: str) -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # At the exit of the interpreter it would wait for a collector that is gone: close() does not.
+    # By default it would wait for an unreachable collector when the interpreter exits; close() does not.
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT)))
     return provider
 
 
 def _facts(argument: Any, answer: Any) -> dict[str, Any]:
-    """Numbers about one call, and a word for its outcome. ``argument``: a PageBatch or keys; ``answer``: None where the
-    call raised."""
+    """Return the attributes of a call's span: numbers and an outcome. ``argument``: a PageBatch or keys; ``answer``:
+    None if the call raised."""
     keys: Sequence[bytes] = argument.keys if isinstance(argument, PageBatch) else argument
     facts: dict[str, Any] = {"hicache.pages": len(keys)}
     if len(keys):
@@ -157,7 +157,7 @@ def _facts(argument: Any, answer: Any) -> dict[str, Any]:
     if isinstance(argument, PageBatch):
         moved = [result in _MOVED for result in answer]
         facts["hicache.bytes"] = sum(argument.bytes_of(result, answer) for result in _SENT)
-        # What ended the run says more than how it began.
+        # The result that ended the run says more than the first one.
         word = next((result.value for result, ok in zip(answer, moved, strict=True) if not ok), None)
         facts["hicache.outcome"] = word or (answer[0].value if answer else "nothing")
         return {**facts, "hicache.pages_moved": sum(moved)}
