@@ -205,7 +205,7 @@ class ChangeLock(OfdLock):
     """A lock for changes of shared data. Waits for another process at most ``bound`` seconds, once.
 
     The other process may be stopped. So after one wait has failed, each call tries only once without waiting, until one
-    succeeds. Both transitions are logged once. Threads of this process keep running, so calls wait for them. Thread-safe.
+    succeeds. Both transitions are logged. Threads of this process keep running, so calls wait for them. Thread-safe.
     """
 
     def __init__(
