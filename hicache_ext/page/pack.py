@@ -73,7 +73,7 @@ def milliseconds_of(id: str) -> int:
 
 
 def short_hash(key: bytes) -> bytes:
-    """Return the digest of ``key`` in a pack's name. Leading bytes would suffice for SHA-256, but not for other keys."""
+    """Return the digest of ``key`` in a pack's name. Leading bytes would do for SHA-256, but not for other keys."""
     return xxhash.xxh3_64_digest(key[envelope.IDENTITY_LENGTH :])[:HASH_BYTES]
 
 

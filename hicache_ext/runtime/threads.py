@@ -89,8 +89,8 @@ class _Pieces:
 class Call(Generic[Result]):
     """Work on other threads that its caller may leave behind: ``work(position, call)`` for each position, in order.
 
-    Work that has begun cannot be interrupted. It runs on after the call is over, but may not touch the call's memory any
-    more (``memory``), and its result is dropped.
+    Work that has begun cannot be interrupted. It runs on after the call is over, but may no longer touch the call's
+    memory (``memory``), and its result is dropped.
     """
 
     def __init__(
