@@ -59,7 +59,7 @@ _KEEPS_CTIME = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "nfs", "nfs4", "lustre", "ceph"}
 )
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
-_OTHERS_TURN = 0.2
+_BUSY_PAUSE = 0.2
 _LONGEST_TURN = 60.0
 """Seconds without progress after which a file is read even though another process holds its record."""
 
@@ -211,7 +211,7 @@ class ModelFingerprint:
                     digests[file.name] = digest
                     last_progress = time.monotonic()
             if len(busy) == len(waiting):
-                time.sleep(_OTHERS_TURN)
+                time.sleep(_BUSY_PAUSE)
             waiting = busy
         return digests
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 IDENTITIES = "identities"
 
-_ALONE_WITHIN = 1.0
+_LOCK_BOUND = 1.0
 """Seconds that a process waits for others before it moves something aside."""
 
 
@@ -121,7 +121,7 @@ def move_aside(path: Path, unless: Callable[[int], bool] = lambda mode: False) -
     ``unless``: returns True for a mode (st_mode) of ours. Checked again here, because of several processes one moves
     the entry and may have made ours since the caller looked.
     """
-    with _alone_in(path.parent), suppress(FileNotFoundError):
+    with _exclusively_in(path.parent), suppress(FileNotFoundError):
         # True if another process was faster.
         if unless(path.lstat().st_mode):
             return
@@ -131,12 +131,12 @@ def move_aside(path: Path, unless: Callable[[int], bool] = lambda mode: False) -
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
+def _exclusively_in(directory: Path) -> Iterator[None]:
     """Exclude other processes from moving anything aside in ``directory``, as far as its file system has locks and
     their holder makes progress."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _ALONE_WITHIN
+        deadline = time.monotonic() + _LOCK_BOUND
         with suppress(OSError):
             while True:
                 try:

@@ -240,7 +240,7 @@ class ChangeLock(OfdLock):
             mine = self._take(time.monotonic() + (0.0 if was_stuck else self._bound))
             if mine == was_stuck:
                 self._stuck = not mine
-                self._say_turn()
+                self._log_transition()
         finally:
             if not mine:
                 self._leave()
@@ -256,7 +256,7 @@ class ChangeLock(OfdLock):
             if mine:
                 self.release()
 
-    def _say_turn(self) -> None:
+    def _log_transition(self) -> None:
         if self._stuck:
             logger.warning(
                 "%s has been held for %g s by another process, stopped perhaps; nothing is stored until it goes on",

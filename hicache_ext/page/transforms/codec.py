@@ -99,7 +99,7 @@ class Codec:
     def label(self) -> bytes:
         """Return a label of the codec and everything that affects ``rooms`` or the meaning of encoded bytes. It is part
         of the keys: servers find each other's pages only if their labels are equal."""
-        return _said(self.name).encode()
+        return _versioned(self.name).encode()
 
     def for_pages(self, document: Mapping[str, Any], payload: int) -> PageCodec | None:
         """Return the codec for pages of ``payload`` bytes of the identity with this document; None to store them raw.
@@ -108,7 +108,7 @@ class Codec:
         want them exact, wherever the pages were in between."""
         if payload < _SMALLEST:
             return None
-        if self.name in _said_codecs(document):
+        if self.name in _declared_codecs(document):
             rows = rows_of(document, self.name)
             if isinstance(rows, Rows) and not payload % (2 * rows.words * rows.length):
                 split = SPLITS[8] if self.name == "fp8" else None
@@ -236,23 +236,23 @@ def rows_of(document: Mapping[str, Any], code: str) -> Rows | str:
 
 def lossy_fact(compute: str, codecs: Iterable[str]) -> str:
     """Return the ``ModelIdentity.compute`` of a server whose tiers have these lossy codecs."""
-    names = sorted(map(_said, set(codecs)))
+    names = sorted(map(_versioned, set(codecs)))
     return json.dumps({**(json.loads(compute) if compute else {}), _FACT: names}, sort_keys=True) if names else compute
 
 
-def _said(codec: str) -> str:
+def _versioned(codec: str) -> str:
     return f"{codec}-{_VERSION}"
 
 
-def _said_codecs(document: Mapping[str, Any]) -> list[str]:
+def _declared_codecs(document: Mapping[str, Any]) -> list[str]:
     """Return the lossy codecs that this identity's pages may pass through, according to ``lossy_fact``."""
     model = document.get("model")
     try:
         compute = json_in(model["compute"]) if isinstance(model, Mapping) and model.get("compute") else {}
-        said = compute.get(_FACT, [])
+        declared = compute.get(_FACT, [])
     except (TypeError, ValueError, AttributeError):
         return []
-    return [name for name in LOSSY_CODECS if isinstance(said, list) and _said(name) in said]
+    return [name for name in LOSSY_CODECS if isinstance(declared, list) and _versioned(name) in declared]
 
 
 # -- whether it pays ---------------------------------------------------------------------------------------------------
@@ -362,10 +362,10 @@ def _plane_in(frame: memoryview, size: int) -> bytes:
     that, whatever the frame claims."""
     zstandard = _zstandard()
     try:
-        said = zstandard.get_frame_parameters(frame)
+        parameters = zstandard.get_frame_parameters(frame)
         # Zstandard allocates the size that the frame claims before it checks anything else.
-        if bytes(frame[:4]) != _FRAME_START or said.content_size != size or said.dict_id:
-            raise FormatError("encoding", f"a frame of {said.content_size} bytes for {size}")
+        if bytes(frame[:4]) != _FRAME_START or parameters.content_size != size or parameters.dict_id:
+            raise FormatError("encoding", f"a frame of {parameters.content_size} bytes for {size}")
         plane: bytes = _coders().decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError("encoding", str(error)) from error

@@ -105,7 +105,7 @@ class SealKey:
     # -- names -----------------------------------------------------------------------------------------------------
 
     def stored_identity(self, label: bytes, identity: bytes) -> bytes:
-        """Return the identity under which pages of ``identity`` are stored; ``label``: whatever else distinguishes it."""
+        """Return the identity under which pages of ``identity`` are stored; ``label``: what else distinguishes it."""
         return hmac.digest(self._identities, identity + label, hashlib.sha256)[:IDENTITY_LENGTH]
 
     def hidden_hashes(self, hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -49,7 +49,7 @@ LONGEST_EXAMINED = 16 << 20
 """Bytes to read again of an object that is longer than both this and the expected page."""
 _MOST_SUSPECTS = 4096
 _READS = 4
-_KEPT_IN_MIND = 30.0
+_HIDDEN_SECONDS = 30.0
 """Seconds for which a page without a clear verdict is absent for this process (``PAUSE`` if it is known to be bad)."""
 _EXAMINED_AGAIN = 3.0
 """Seconds after which such a page, if it arrives damaged again, may be examined again."""
@@ -160,7 +160,7 @@ class BadPages:
         self._closing = False
         self._log = LimitedLog(logger, _REPORT_AGAIN, clock)
 
-    # -- asked by calls --------------------------------------------------------------------------------------------
+    # -- used by calls ---------------------------------------------------------------------------------------------
 
     def suspect(self, key: bytes, size: int, reason: str) -> None:
         """Note that a read, or its length, showed that the object under ``key`` is not the page of ``size`` bytes."""
@@ -211,19 +211,19 @@ class BadPages:
         if not self._suspects:
             return {}
         with self._changed:
-            asked = [suspect for key in dict.fromkeys(keys) if (suspect := self._known(key)) is not None]
-            for suspect in asked:
+            requested = [suspect for key in dict.fromkeys(keys) if (suspect := self._known(key)) is not None]
+            for suspect in requested:
                 suspect.verdict = None
                 suspect.wanted += 1
-            if asked:
+            if requested:
                 self._start(now=True)
                 self._changed.wait_for(
-                    lambda: self._closing or all(suspect.verdict is not None for suspect in asked),
+                    lambda: self._closing or all(suspect.verdict is not None for suspect in requested),
                     max(0.0, deadline - time.monotonic()),
                 )
-            for suspect in asked:
+            for suspect in requested:
                 suspect.wanted -= 1
-            return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in asked}
+            return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in requested}
 
     def wait(self, timeout: float) -> bool:
         """Wait until all suspects are examined; for tools and tests."""
@@ -242,7 +242,7 @@ class BadPages:
         suspect = self._suspects.get(key)
         if suspect is None or suspect.verdict is None:
             return suspect
-        kept = PAUSE if suspect.verdict is Verdict.WITHHELD else _KEPT_IN_MIND
+        kept = PAUSE if suspect.verdict is Verdict.WITHHELD else _HIDDEN_SECONDS
         if self._clock() < suspect.judged + kept:
             return suspect
         del self._suspects[key]
@@ -272,7 +272,7 @@ class BadPages:
             logger.exception("tier %s: examining a page ended in an error that nobody expected", self._tier)
             verdict = Verdict.UNCLEAR
         self._metrics.add("suspect", verdict.value)
-        self._say(suspect, verdict)
+        self._log_verdict(suspect, verdict)
         with self._changed:
             suspect.verdict = verdict
             suspect.judged = self._clock()
@@ -317,7 +317,7 @@ class BadPages:
                 return verdict
         return Verdict.UNCLEAR
 
-    def _say(self, suspect: _Suspect, verdict: Verdict) -> None:
+    def _log_verdict(self, suspect: _Suspect, verdict: Verdict) -> None:
         if verdict is Verdict.REMOVED:
             page = suspect.key.hex()
             logger.warning("tier %s: page %s was bad (%s) and is removed", self._tier, page, suspect.reason)

@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_IN_A_ROW = {"read": 3, "write": 3, "look_up": 2}
+_FAILURES_IN_A_ROW = {"read": 3, "write": 3, "look_up": 2}
 """Consecutive failed calls of a kind before that is reported. Guards retry reads and writes."""
-_SAID_AGAIN = 600.0
+_REPEAT_AFTER = 600.0
 """Seconds between two log lines about the same kind of call and the same reason."""
 _KINDS = {"get": "read", "set": "write", "contains": "look_up", "count_leading": "look_up"}
 _COSTS = {
@@ -69,7 +69,7 @@ class TierStore(abc.ABC):
         """Failed calls of each kind since the last one that was answered."""
         self._errors = (0, "")
         """Number of errors and reason of the last one, for a call whose own errors are noted on other threads."""
-        self._failing_log = LimitedLog(logger, _SAID_AGAIN)
+        self._failing_log = LimitedLog(logger, _REPEAT_AFTER)
         for kind in _COSTS:
             self.metrics.set_level("failing", kind, 0.0)
 
@@ -130,7 +130,7 @@ class TierStore(abc.ABC):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._answer(
-            "contains", lambda asked: one_for_each(self._has(asked), len(asked)), keys, [False] * len(keys)
+            "contains", lambda requested: one_for_each(self._has(requested), len(requested)), keys, [False] * len(keys)
         )
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
@@ -204,7 +204,7 @@ class TierStore(abc.ABC):
             try:
                 results = one_for_each(hook(batch), pages)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
-                results = [type(moved)[self._became_of_pages(error, call, pages)]] * pages
+                results = [type(moved)[self._result_of_failed_call(error, call, pages)]] * pages
         kind = type(moved)
         unmoved = [results.count(result) for result in (kind.ERROR, kind.TIMEOUT, kind.REJECTED)]
         # A page that EXISTS was not written, so it does not show that writes work.
@@ -217,7 +217,7 @@ class TierStore(abc.ABC):
         self.metrics.add("bytes", call, batch.bytes_of(moved, results))
         return results
 
-    def _became_of_pages(self, error: Exception, call: str, pages: int) -> str:
+    def _result_of_failed_call(self, error: Exception, call: str, pages: int) -> str:
         """Return the name of the result for all pages of a call that raised. A full medium is not an error."""
         if call == "set" and isinstance(error, OSError) and error.errno in _NO_SPACE:
             self.metrics.add("rejected", "capacity", pages)
@@ -228,15 +228,15 @@ class TierStore(abc.ABC):
         return "TIMEOUT" if isinstance(error, TimeoutError) else "ERROR"
 
     def _answer(
-        self, call: str, hook: Callable[[Any], _Answer], asked: Collection[bytes] | None, none: _Answer
+        self, call: str, hook: Callable[[Any], _Answer], requested: Collection[bytes] | None, none: _Answer
     ) -> _Answer:
-        """Return the hook's answer for ``asked``, or ``none`` if ``asked`` is empty or the medium failed."""
+        """Return the hook's answer for ``requested``, or ``none`` if ``requested`` is empty or the medium failed."""
         with self._calls, _noting_reasons() as reasons:
-            if asked is not None and not len(asked):
+            if requested is not None and not len(requested):
                 return none
-            pages = 0 if asked is None else len(asked)
+            pages = 0 if requested is None else len(requested)
             try:
-                answer = hook(asked)
+                answer = hook(requested)
             except UnansweredError as error:
                 self.count_errors(error.reasons)
                 reason = reasons[-1] if reasons else self._errors[1]
@@ -259,7 +259,7 @@ class TierStore(abc.ABC):
         if kind is not None and (failed := self._failed_calls[kind]):
             self._failed_calls[kind] = 0
             self.metrics.set_level("failing", kind, 0.0)
-            if failed >= _IN_A_ROW[kind]:
+            if failed >= _FAILURES_IN_A_ROW[kind]:
                 words = "tier %s: %ss work again"
                 self._failing_log.log(logging.WARNING, kind, words, self.name, kind.replace("_", "-"))
 
@@ -268,7 +268,7 @@ class TierStore(abc.ABC):
         if kind is None:
             return
         self._failed_calls[kind] += 1
-        if self._failed_calls[kind] >= _IN_A_ROW[kind]:
+        if self._failed_calls[kind] >= _FAILURES_IN_A_ROW[kind]:
             self.metrics.set_level("failing", kind, 1.0)
             words = (
                 f"tier %s: {_COSTS[kind]}; hicache-ext doctor says more, docs/runbook.md#hicachecallsfail what to do"

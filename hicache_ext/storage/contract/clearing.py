@@ -82,7 +82,7 @@ class Cleared:
     def has(self, digest: bytes) -> bool:
         return self.digests is None or digest in self.digests
 
-    def _concerns(self, key: bytes, part: Hashable) -> bool:
+    def _covers(self, key: bytes, part: Hashable) -> bool:
         return self.has(key[:IDENTITY_LENGTH]) and part not in self._finished
 
 
@@ -131,7 +131,7 @@ class Clearing:
             return False
         with self._changed:
             part = self._part_of(key)
-            return any(key not in cleared._kept and cleared._concerns(key, part) for cleared in self._waiting)
+            return any(key not in cleared._kept and cleared._covers(key, part) for cleared in self._waiting)
 
     @contextmanager
     def writing(self, keys: Collection[bytes], deadline: float = math.inf) -> Iterator[Writing]:
@@ -155,7 +155,7 @@ class Clearing:
                 raise TimeoutError("these pages are being written, or cleared copies of them are being removed")
             parts = {key: self._part_of(key) for key in keys}
             concerned = [
-                (cleared, [key for key, part in parts.items() if cleared._concerns(key, part)])
+                (cleared, [key for key, part in parts.items() if cleared._covers(key, part)])
                 for cleared in self._waiting
             ]
             for cleared, under_way in concerned:

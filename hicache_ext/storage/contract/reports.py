@@ -80,14 +80,14 @@ class LastLook:
         self._interval = interval
         self._known: Gauges = {}
         self._looked = -math.inf
-        self._asked = False
+        self._pending = False
         self._loop = BackgroundLoop(f"hicache-{name}-look", self._look_now)
 
     def known(self) -> Gauges:
-        if not self._asked and time.monotonic() - self._looked >= self._interval:
-            self._asked = True  # set first, because the look may have ended when wake() returns
+        if not self._pending and time.monotonic() - self._looked >= self._interval:
+            self._pending = True  # set first, because the look may have ended when wake() returns
             if not self._loop.wake():
-                self._asked = False
+                self._pending = False
         return self._known
 
     def _look_now(self) -> float:
@@ -97,7 +97,7 @@ class LastLook:
             # Only the type, because the message of a client library may repeat what it sent.
             logger.debug("hicache_ext: a look at how full a tier is ended in %s", type(error).__name__)
         finally:
-            self._looked, self._asked = time.monotonic(), False
+            self._looked, self._pending = time.monotonic(), False
         return math.inf
 
     def close(self, seconds: float) -> None:

@@ -43,10 +43,10 @@ class Tenants:
         self._lock = threading.Lock()
         self._loop = BackgroundLoop("hicache-ext-tenants", self._note_waiting)
 
-    def tenant_of(self, said: object, extra_key: object, cache_salt: object) -> str:
-        """Return the owner of a request: ``said``, if the front end named a tenant, or the one that its keys name."""
-        if isinstance(said, str) and said in self.limits:
-            return said
+    def tenant_of(self, named: object, extra_key: object, cache_salt: object) -> str:
+        """Return the owner of a request: ``named``, if the front end named a tenant, or the one that its keys name."""
+        if isinstance(named, str) and named in self.limits:
+            return named
         for key in (extra_key, cache_salt):
             first = key[0] if isinstance(key, list | tuple) and key else key
             if not isinstance(first, str):

@@ -104,9 +104,9 @@ def stored_keys_of(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
 
 
 _MOST_KNOWN = 1 << 16
-_LOOKS = 3
+_MOST_ATTEMPTS = 3
 """Most attempts to replace a bad copy before it is left alone, because a forger can write another."""
-_KEPT_IN_MIND = 30.0
+_HIDDEN_SECONDS = 30.0
 """Seconds for which such a page is absent; after that another process may have replaced it."""
 
 
@@ -137,7 +137,7 @@ class BadSeals:
 
     def hides(self, stored_key: bytes) -> bool:
         seen = self._seen.get(stored_key)
-        return seen is not None and time.monotonic() - seen < _KEPT_IN_MIND
+        return seen is not None and time.monotonic() - seen < _HIDDEN_SECONDS
 
     def forget(self, stored_keys: Iterable[bytes]) -> None:
         """Forget these pages, because they were read whole."""
@@ -150,14 +150,14 @@ class BadSeals:
         if not self._seen:
             return set()
         suspects = [position for position, key in enumerate(batch.keys) if key in self._seen]
-        kept = {at for at in suspects if not self._make_way(batch.keys[at], batch.sizes[at], *pages[at])}
+        kept = {at for at in suspects if not self._free_place(batch.keys[at], batch.sizes[at], *pages[at])}
         self._inner.metrics.add("rejected", "suspect", len(kept))
         return kept
 
-    def _make_way(self, stored_key: bytes, length: int, form: Form, payload: int) -> bool:
+    def _free_place(self, stored_key: bytes, length: int, form: Form, payload: int) -> bool:
         with self._healing:
             stored, page = np.empty(length, np.uint8).data, np.empty(payload, np.uint8).data
-            for _ in range(_LOOKS):
+            for _ in range(_MOST_ATTEMPTS):
                 (result,) = self._inner.get(PageBatch([stored_key], [[stored]]))
                 if result not in (GetResult.HIT, GetResult.MISS):
                     return False

@@ -177,10 +177,10 @@ class TransformedStore(DelegatingStore):
         """Return the index (in ``Forms.all``) of the first form present, for each page; all are of one identity."""
         forms = known.forms(keys.identity).all
         names = [stored_keys(form, keys) for form in forms]
-        asked = names[0] if len(forms) == 1 else [key for of_form in names for key in of_form]
-        present = one_for_each(self.inner.contains(asked), len(asked))
+        requested = names[0] if len(forms) == 1 else [key for of_form in names for key in of_form]
+        present = one_for_each(self.inner.contains(requested), len(requested))
         if self._bad.some:
-            present = [there and not self._bad.hides(key) for key, there in zip(asked, present, strict=True)]
+            present = [there and not self._bad.hides(key) for key, there in zip(requested, present, strict=True)]
         count = len(keys)
         found = [
             next((form for form in range(len(forms)) if present[form * count + page]), None) for page in range(count)
@@ -249,8 +249,8 @@ class TransformedStore(DelegatingStore):
         """Read the pages at these positions, which are stored under ``names``; ``forms`` has those of all pages."""
         lengths = [forms[i].stored_length(batch.sizes[i]) for i in positions]
         with self._memory.lent_to_call(lengths) as rooms:
-            asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
-            answers: list[GetResult] = self._move(known, "get", asked)
+            requested = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
+            answers: list[GetResult] = self._move(known, "get", requested)
             hits = [page for page, answer in enumerate(answers) if answer is GetResult.HIT]
 
             def unpack(number: int) -> None:
