@@ -40,7 +40,7 @@ from hicache_ext.runtime.vectored import read_into
 logger = logging.getLogger(__name__)
 
 PIECE = 8 * 1024 * 1024
-"""Bytes hashed at once; part of the definition of the digest."""
+"""Bytes hashed at a time; part of the definition of the digest."""
 
 _DOMAIN = b"hicache_ext/weights/2\0"
 _THREADS = 8
