@@ -1,1 +1,1 @@
-"""What a page is: identity, envelope, hashes and keys, memory."""
+"""Pages: identity, envelope, hashes and keys, memory."""

@@ -21,12 +21,12 @@ MAGIC = b"HICACHEX"
 FORMAT_VERSION = 1
 
 FIELDS_LENGTH = 128
-"""Bytes of the fields; the smallest header_length."""
+"""Length of the fields in bytes; the smallest header_length."""
 
 MAX_HEADER_LENGTH = 65536
 
 _SEALED_LENGTH = 88
-"""Leading bytes of the header that depend on the page alone, not on when it was written."""
+"""Number of leading header bytes that depend on the page alone, not on the time of writing."""
 
 SEAL_LENGTH = 16
 
@@ -66,7 +66,7 @@ class Envelope:
 
 
 def payload_checksum(segments: Segments) -> bytes:
-    """xxh3-128 (16 bytes, canonical big-endian form) of the concatenation of ``segments``."""
+    """Return the xxh3-128 (16 bytes, canonical big-endian form) of the concatenation of ``segments``."""
     if len(segments) == 1:
         return xxhash.xxh3_128_digest(segments[0])
     state = xxhash.xxh3_128(segments[0] if segments else b"")
@@ -76,9 +76,9 @@ def payload_checksum(segments: Segments) -> bytes:
 
 
 def encode_header(key: bytes, segments: Segments, *, created_ms: int | None = None) -> bytes:
-    """The header, 128 bytes, of the page ``key`` (identity digest + page hash, 48 bytes) whose payload is ``segments``.
+    """Return the 128-byte header of the page ``key`` (identity digest + page hash, 48 bytes) with payload ``segments``.
 
-    Raises ValueError on another key, a programming error.
+    Raises ValueError for a key of another length, which is a programming error.
     """
     if len(key) != KEY_LENGTH:
         raise ValueError(f"a page key has {KEY_LENGTH} bytes, got {len(key)}")
@@ -89,10 +89,10 @@ def encode_header(key: bytes, segments: Segments, *, created_ms: int | None = No
 
 
 def decode_header(header: Buffer) -> Envelope:
-    """The envelope in the first bytes of a stored page.
+    """Decode the envelope in the first bytes of a stored page.
 
     Raises FormatError with one of the reasons ``short_header``, ``magic``, ``version``, ``header_checksum``,
-    ``header_length``. A header of zeros (a hole after a power loss) is ``magic``.
+    ``header_length``. A header of zeros (a hole after a power loss) gives ``magic``.
     """
     if len(header) < FIELDS_LENGTH:
         raise FormatError("short_header", f"{len(header)} bytes")
@@ -120,26 +120,26 @@ def decode_header(header: Buffer) -> Envelope:
 
 
 def page_seal(key: bytes, payload_length: int, segments: Segments) -> bytes:
-    """16 bytes that bind a payload to its page where the header is not read: equal only for the same key, length and
+    """Return 16 bytes that bind a payload to its page without its header: equal only for the same key, length and
     payload. Equals ``seal_of`` of the page's header."""
     return xxhash.xxh3_128_digest(_sealed(key, payload_length, segments))
 
 
 def seal_of(fields: Buffer) -> bytes:
-    """The ``page_seal`` of the page with this header; of other bytes that of no page."""
+    """Return the ``page_seal`` of the page with this header; for other bytes, one that matches no page."""
     return xxhash.xxh3_128_digest(fields[:_SEALED_LENGTH])
 
 
 def _sealed(key: bytes, payload_length: int, segments: Segments) -> bytes:
-    """The first 88 bytes of the header of this page."""
+    """Return the first 88 bytes of the header of this page."""
     return PAGE_START + key + payload_length.to_bytes(8, "little") + payload_checksum(segments)
 
 
 def reason_to_refuse(header: Buffer, key: bytes, segments: Segments) -> str | None:
-    """Why what was just read is not the page ``key``; None when it is.
+    """Return why the data just read is not the page ``key``, or None if it is.
 
     ``header``: all bytes read in front of the payload; ``segments``: the memory the payload was read into.
-    The reasons are those of ``decode_header`` (``header_length`` also where the payload begins elsewhere) and
+    The reasons are those of ``decode_header`` (``header_length`` also if the payload begins at another offset) and
     ``identity``, ``page_hash``, ``payload_length``, ``no_checksum``, ``checksum``.
     """
     payload_length = sum([segment.nbytes for segment in segments])

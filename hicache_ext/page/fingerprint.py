@@ -1,15 +1,15 @@
-"""A digest of every byte of a model's weight files, computed on threads of its own while the model loads.
+"""A digest of every byte of a model's weight files, computed on separate threads while the model loads.
 
-Every byte, because models that differ in a few rows of one tensor must not share KV. That takes a while, so:
+It covers every byte because models that differ in a few rows of one tensor must not share KV. That takes a while, so:
 
-- It runs in the background. Until it has ended, the backend stores and serves nothing.
-- A file's digest is remembered until the next boot: a record found by file system, device, inode, size, mtime and
-  ctime. The kernel sets the ctime at every change of a file. On file systems where something else may set it (FUSE,
+- It runs in the background. Until it has finished, the backend stores and serves nothing.
+- A file's digest is remembered until the next boot, in a record keyed by file system, device, inode, size, mtime and
+  ctime. The kernel updates the ctime at every change of a file. On file systems where something else may set it (FUSE,
   images, tmpfs) nothing is remembered.
 - The ranks of a node share the work: each locks the record of the file it reads; the others take another file.
 
-The digest must be of the bytes that SGLang loads. So the files' facts are noted before the load (``__init__``) and
-compared after it (``loaded``) and when a file is read. If one changed, the model stays unidentified.
+The digest must cover the bytes that SGLang loads. So the files' facts are recorded before the load (``__init__``) and
+compared after it (``loaded``) and whenever a file is read. If one changed, the model stays unidentified.
 
 Why SHA-256, rates, and what was tried: docs/decisions/weights-identity.md.
 """
@@ -40,43 +40,43 @@ from hicache_ext.runtime.vectored import read_into
 logger = logging.getLogger(__name__)
 
 PIECE = 8 * 1024 * 1024
-"""Bytes hashed at once; part of the definition of the digest."""
+"""Bytes hashed at a time; part of the definition of the digest."""
 
 _DOMAIN = b"hicache_ext/weights/2\0"
 _THREADS = 8
 _NICENESS = 10
-"""Of the reading threads: the load of the model goes first."""
+"""Niceness of the reading threads, because loading the model has priority."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _SHAPING_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _SHAPING_SUFFIXES = (".index.json", ".py")
-"""Files beside the weights that decide how they become KV, which are loaded, and modelling code."""
+"""Suffixes of files besides the weights that decide which weights are loaded and how they become KV."""
 _SETTLED = 10.0
-"""Seconds since the last change of a file before its digest is remembered: two versions within the granularity of a
-clock may have equal times."""
+"""Seconds a file must be unchanged before its digest is remembered: two versions within the granularity of a clock may
+have equal times."""
 _TICK = 0.1
-"""Seconds since the last change before a file is read: more than that granularity on a local file system."""
+"""Seconds a file must be unchanged before it is read: more than that granularity on a local file system."""
 _KEEPS_CTIME = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "nfs", "nfs4", "lustre", "ceph"}
 )
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
-_OTHERS_TURN = 0.2
+_BUSY_PAUSE = 0.2
 _LONGEST_TURN = 60.0
-"""Seconds without progress after which a file is read although another process holds its record."""
+"""Seconds without progress after which a file is read even though another process holds its record."""
 
 
 def facts_of(status: os.stat_result) -> tuple[int, ...]:
-    """Facts that change whenever the bytes of a file change; the last one is when it was changed."""
+    """Return facts that change whenever the bytes of a file change; the last one is the time of the change."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_settled(file: _File, seconds: float) -> bool:
-    """Whether the last change is at least ``seconds`` ago. Never where the file system keeps no ctime."""
+    """Return whether the last change is at least ``seconds`` ago. False if the file system keeps no ctime."""
     return 0 < file.facts[-1] < (time.time() - seconds) * 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """``name``: the part of its path that counts; equal models have equal digests in any directory."""
+    """A file to digest. ``name``: the part of its path that counts, so that equal models match in any directory."""
 
     name: str
     path: Path
@@ -90,13 +90,13 @@ class _File:
 class ModelFingerprint:
     """The digest of the files of one model. Thread-safe.
 
-    ``digest`` is 32 hexadecimal digits, None until ``done`` or where ``problem`` says why there is none.
+    ``digest`` is 32 hexadecimal digits; None until ``done``, or if there is a ``problem``.
     """
 
     def __init__(self, model_path: str, revision: str | None = None, *, weights: bool = True) -> None:
-        """Notes the files. ``model_path``: a directory, a GGUF file, or a name in the local hub cache.
+        """Record the files. ``model_path``: a directory, a GGUF file, or a name in the local hub cache.
 
-        Without ``weights`` the weight files do not count and may be absent (``--load-format dummy``).
+        Without ``weights``, weight files do not count and may be absent (``--load-format dummy``).
         """
         self.model_path = model_path
         self.revision = revision
@@ -117,11 +117,11 @@ class ModelFingerprint:
 
     @property
     def found(self) -> bool:
-        """Whether there are files to read."""
+        """Return whether there are files to read."""
         return bool(self._files)
 
     def start(self, remember_in: Path | None = None) -> None:
-        """Begin to read, once. Does not wait."""
+        """Begin reading, once. Does not wait."""
         with self._lock:
             if self._started:
                 return
@@ -132,10 +132,9 @@ class ModelFingerprint:
             self._end()
 
     def loaded(self) -> bool:
-        """The load of the model has ended: the files must be as noted before it, now and when they were read.
+        """Check, after the model was loaded, that the files are as recorded before it, now and when they were read.
 
-        False where they are, but there are more files by now: this digest is then incomplete, and a new one must be
-        made.
+        Returns False if they are but files were added: this digest is then incomplete, and a new one must be made.
         """
         try:
             now = {file.path: file.facts for file in _files_of(self.model_path, self.revision, self._weights)}
@@ -153,7 +152,7 @@ class ModelFingerprint:
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the result is known: now, or later on the reading thread. It must not raise.
 
-        It is called again if ``loaded`` finds later that the digest is not of what was loaded.
+        It is called again if ``loaded`` finds later that other bytes were loaded than digested.
         """
         with self._lock:
             self._callbacks.append(callback)
@@ -194,11 +193,11 @@ class ModelFingerprint:
             try:
                 callback()
             except Exception:
-                # Not a reason to read the files again, nor to keep the result from others.
+                # A failing callback is no reason to read the files again or to keep the result from others.
                 logger.exception("hicache_ext: telling that the weights in %s are known", self.model_path)
 
     def _digests(self) -> dict[str, bytes]:
-        """The digest of every file, by its name."""
+        """Return the digest of every file by its name."""
         digests: dict[str, bytes] = {}
         waiting = self._files
         last_progress = time.monotonic()
@@ -212,12 +211,12 @@ class ModelFingerprint:
                     digests[file.name] = digest
                     last_progress = time.monotonic()
             if len(busy) == len(waiting):
-                time.sleep(_OTHERS_TURN)
+                time.sleep(_BUSY_PAUSE)
             waiting = busy
         return digests
 
     def _digest_of(self, file: _File, *, patient: bool) -> bytes | None:
-        """None if ``patient`` and another process is reading this file."""
+        """Return the file's digest, or None if ``patient`` and another process is reading the file."""
         name = None if self._records is None else _record_name(file)
         if self._records is None or name is None:
             return self._read_whole(file)
@@ -246,13 +245,13 @@ class ModelFingerprint:
 
 @contextmanager
 def _opened(file: _File) -> Iterator[int]:
-    """The noted file, open, its dirty pages synced. Raises WeightsError and OSError."""
+    """Open the recorded file and sync its dirty pages. Raises WeightsError and OSError."""
     if not is_settled(file, _TICK):
         time.sleep(_TICK)
     fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
-            # After the sync any further write through a mapping changes the ctime again.
+            # After the sync, any further write through a mapping changes the ctime again.
             os.fsync(fd)
         except OSError as error:
             logger.debug("%s cannot be synced: %s", file.path.name, error)
@@ -264,7 +263,7 @@ def _opened(file: _File) -> Iterator[int]:
 
 
 def _record_name(file: _File) -> str | None:
-    """Unique on this machine during this boot. None for a file that must not be remembered."""
+    """Return a name that is unique on this machine during this boot; None for a file that must not be remembered."""
     if file.size <= PIECE or file_system_of(file.path.resolve()).type not in _KEEPS_CTIME:
         return None
     try:
@@ -278,13 +277,13 @@ def _record_name(file: _File) -> str | None:
 
 
 # The record of a file's digest is a small file: ``<digest, 64 hex digits> <check, 16 hex digits>``; the check covers
-# the record's name, too. One that is torn or damaged counts as empty. Errors of the medium mean: nothing remembered.
+# the record's name, too. A torn or damaged record counts as empty. On errors of the medium nothing is remembered.
 
 
 @contextmanager
 def claimed(directory: Path, name: str) -> Iterator[int | None]:
-    """The record of a file's digest, open, locked by this process; -1 where there can be none, None while another
-    process has it.
+    """Open and lock the record of a file's digest and yield its descriptor; -1 if there can be no record, None while
+    another process has it.
 
     The process that reads the weights file locks it. The kernel releases the lock when that process dies.
     """
@@ -327,7 +326,7 @@ def _text_of_record(name: str, digest: bytes) -> bytes:
 
 
 def digest_of_file(fd: int, size: int) -> bytes:
-    """SHA-256 over the size and the SHA-256 of each piece of ``PIECE`` bytes; threads hash pieces in parallel.
+    """Return SHA-256 over the size and the SHA-256 of each piece of ``PIECE`` bytes; threads hash pieces in parallel.
 
     Raises OSError, and WeightsError for a file that is shorter than ``size``.
     """
@@ -344,7 +343,7 @@ def digest_of_file(fd: int, size: int) -> bytes:
                 if read_into(fd, [piece], number * PIECE) < len(piece):
                     raise WeightsError("a file of weights became shorter while it was read")
                 digests[number] = hashlib.sha256(piece).digest()
-            except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+            except Exception as error:  # noqa: BLE001 - the waiting thread re-raises it
                 problems.append(error)
 
     readers = ThreadPool("hicache-weights", niceness=_NICENESS)
@@ -358,7 +357,7 @@ def digest_of_file(fd: int, size: int) -> bytes:
 
 
 def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_File]:
-    """The files that shape a model's KV. Raises WeightsError when there are no weights among them, and OSError."""
+    """Return the files that shape a model's KV. Raises WeightsError if there are no weights among them, and OSError."""
     path = Path(model_path)
     if not path.exists():
         path = _snapshot_of(model_path, revision)
@@ -378,7 +377,7 @@ def _files_of(model_path: str, revision: str | None, weights: bool) -> list[_Fil
 
 
 def _parts_of(path: Path) -> dict[str, Path]:
-    """The parts of a GGUF model; they count by their content alone."""
+    """Return the parts of a GGUF model, under names that do not depend on the model's file name."""
     part = _PART.fullmatch(path.name)
     if part is None:
         return {path.suffix: path}

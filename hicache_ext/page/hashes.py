@@ -1,10 +1,10 @@
 """The page hashes of a prompt, as SGLang computes them: a SHA-256 chain over token ids, page by page.
 
-A page's hash is SHA-256 over the hash of the page before it (32 bytes; none for the first) and its token ids as
+A page's hash is SHA-256 over the hash of the preceding page (32 bytes; none for the first) and its token ids as
 little-endian unsigned 32-bit numbers. Requests with an ``extra_key`` (LoRA) or a ``cache_salt`` start the chain with a
 seed instead. Source: ``sglang.srt.mem_cache.utils`` (``get_storage_hash_str``, ``storage_namespace_seed``); tests
-compare the two. ``namespaced_extra_key`` is what this package passes to SGLang as ``extra_key``. Not served: EAGLE's
-bigram chains.
+compare the two. This package passes ``namespaced_extra_key`` to SGLang as ``extra_key``. EAGLE's bigram chains are not
+supported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIKE_AN_ADAPTER = re.compile(r"[0-9a-f]{32}-*\Z")
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> list[bytes]:
-    """32 bytes per whole page of ``tokens``; a last, partial page has no hash.
+    """Return 32 bytes per whole page of ``tokens``; a partial last page has no hash.
 
     Raises HicacheExtError for a number that cannot be a token id.
     """
@@ -40,7 +40,7 @@ def page_hashes(tokens: Sequence[int], page_size: int, seed: bytes = b"") -> lis
 
 
 def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """The start of a chain for requests with an extra key or a salt; empty without both."""
+    """Return the start of a chain for requests with an extra key or a salt; empty if they have neither."""
     if extra_key is None and cache_salt is None:
         return b""
     digest = hashlib.sha256(_NAMESPACE_DOMAIN)
@@ -54,17 +54,17 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
 
 
 def without_adapter(extra_key: str) -> str:
-    """What a request said itself, of what ``namespaced_extra_key`` or SGLang made of it for a LoRA adapter."""
+    """Return a request's own extra key, without what ``namespaced_extra_key`` or SGLang appended for a LoRA adapter."""
     own, digest = extra_key[:-32], extra_key[-32:]
     return own if _LIKE_AN_ADAPTER.fullmatch(digest) else extra_key
 
 
 def namespaced_extra_key(extra_key: str | None, adapter: str = "") -> str | None:
-    """The extra key under which the pages of a request are hashed, where this package's plug-in is in force.
+    """Return the extra key under which the pages of a request are hashed if this package's plug-in is in force.
 
     ``adapter``: the digest of the LoRA adapter's content, "" without one; it replaces SGLang's own name of the adapter.
-    A request without an adapter must not reach an adapter's pages, to read or to write them: an extra key that ends
-    like a digest is marked. Different pairs never give one key.
+    A request without an adapter must neither read nor write an adapter's pages, so an extra key that ends like a digest
+    is marked. Different pairs never give the same key.
     """
     if adapter:
         return (extra_key or "") + adapter

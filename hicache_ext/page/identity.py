@@ -1,10 +1,10 @@
-"""Every fact that shapes the bytes of a page, in one digest.
+"""The identity: one digest of every fact that shapes the bytes of a page.
 
 Two deployments may share stored bytes only if all these facts agree. ``PageIdentity`` holds them; ``digest()`` is the
-first part of every page key (envelope.py, docs/page-format.md) and is repeated inside the stored page. Another fact
-gives another digest, hence a miss, never a wrong answer.
+first part of every page key (envelope.py, docs/page-format.md) and is repeated inside the stored page. A different fact
+gives a different digest, hence a miss, never a wrong answer.
 
-Why each fact is in it: docs/decisions/weights-identity.md.
+docs/decisions/weights-identity.md explains why each fact is included.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _DIGITS = 2 * PAGE_HASH_LENGTH
 
 DIGEST_LENGTH = 16
 KV_POOL = "kv"
-"""SGLang's name of the pool that decides with its pages how far a prefix goes."""
+"""SGLang's name of the pool whose pages decide the length of a prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Which weights computed the KV, and how.
+    """The weights that computed the KV, and how.
 
     ``fingerprint``: digest of every byte of the weight files, equal under any path; "" when it is switched off.
-    ``draft``: the same of draft models. ``weights_epoch``: the configured epoch, extended when SGLang updates weights
+    ``draft``: the same for draft models. ``weights_epoch``: the configured epoch, extended when SGLang updates weights
     online. ``compute``: launch facts that change KV values without changing the weights (dtype, quantization, rope
     overrides, KV scales). LoRA adapters are part of the page hashes instead (sglang/model_weights.py).
     """
@@ -54,7 +54,7 @@ class Shard:
     """The parallel coordinates of a page's bytes, each with its size: rank 0 of 2 is not rank 0 of 4.
 
     Replicated bytes (MLA latents) have tp (0, 1), and cp without dcp. With SGLang's ``tp_lcm_size``, ``tp`` counts
-    shards of the split-heads layout, so that deployments of different TP share pages.
+    shards of the split-heads layout, so that deployments with different TP share pages.
     """
 
     tp: tuple[int, int] = (0, 1)
@@ -65,7 +65,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class PoolIdentity:
-    """One pool's page: logical dtype, byte order and geometry.
+    """The page of one pool: logical dtype, byte order and geometry.
 
     ``dtype``: logical ("float8_e4m3fn", not the uint8 it is stored as). ``layout``: byte order of the host layout.
     ``segments``: bytes of each contiguous run of the page, in payload order. ``geometry``: whatever else shapes the
@@ -90,38 +90,38 @@ class PageIdentity:
     shard: Shard
 
     def document(self) -> dict[str, Any]:
-        """The facts as JSON: tools print it, and tiers keep it beside their pages."""
+        """Return the facts as JSON, which tools print and tiers keep with their pages."""
         document = dataclasses.asdict(self)
         document["pool"]["geometry"] = dict(self.pool.geometry)
         document["schema"] = IDENTITY_SCHEMA
         return document
 
     def digest(self) -> bytes:
-        """16 bytes: the first half of SHA-256 over a domain prefix and ``canonical``."""
+        """Return 16 bytes: the first half of SHA-256 over a domain prefix and ``canonical``."""
         return digest_of_document(self.document())
 
 
 def digest_of_document(document: Mapping[str, Any]) -> bytes:
-    """The digest of the identity with this ``PageIdentity.document()``, also after a round trip through JSON."""
+    """Return the digest of the identity with this ``PageIdentity.document()``, even after a round trip through JSON."""
     return hashlib.sha256(_DIGEST_DOMAIN + canonical(document)).digest()[:DIGEST_LENGTH]
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """The bytes that are digested: JSON, keys sorted, no blanks, UTF-8."""
+    """Return the bytes to digest: JSON with sorted keys and without blanks, in UTF-8."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
         errors="surrogatepass"
     )
 
 
 def joined_page_hashes(keys: Sequence[str]) -> bytes:
-    """``page_hash_bytes`` of all keys, concatenated; SGLang's page hashes are converted in one step."""
+    """Return the concatenated ``page_hash_bytes`` of all keys; SGLang's page hashes are converted in one step."""
     text = " ".join(keys)
     try:
         # fromhex skips blanks.
         raw = bytes.fromhex(text)
     except ValueError:
         raw = b""
-    # Each blank separates two keys of 64 digits each, and no digit is a capital.
+    # Check that each blank separates two keys of 64 digits, and that no digit is upper-case.
     are_hashes = len(text) == (_DIGITS + 1) * len(keys) - 1 and len(raw) == PAGE_HASH_LENGTH * len(keys)
     are_hashes = are_hashes and text[_DIGITS :: _DIGITS + 1] == " " * (len(keys) - 1)
     if are_hashes and not any(capital in text for capital in "ABCDEF"):
@@ -130,10 +130,10 @@ def joined_page_hashes(keys: Sequence[str]) -> bytes:
 
 
 def page_hash_bytes(key: str) -> bytes:
-    """The 32 bytes under which SGLang's key is stored.
+    """Return the 32 bytes under which SGLang's key is stored.
 
-    SGLang's page hashes are 64 lower-case hex digits and are taken as they are. Any other string (generic get and set
-    allow it) is hashed in a domain of its own, so it never equals a page hash.
+    SGLang's page hashes are 64 lower-case hex digits and are used unchanged. Any other string (generic get and set
+    allow it) is hashed in a separate domain, so it never equals a page hash.
     """
     if len(key) == 64:
         try:

@@ -1,4 +1,4 @@
-"""Addresses of the pages of a batch, for native code, which takes no memoryviews."""
+"""Addresses of the pages of a batch, for native code, which does not accept memoryviews."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Addresses(NamedTuple):
     pages: npt.NDArray[np.int64]
     segment_sizes: npt.NDArray[np.int64]
     page_bytes: int
-    """Of all segments of a page."""
+    """Total bytes of the segments of a page."""
 
 
 class PageMemory(Sequence[Segments]):
-    """The segments of pages whose addresses are known; memoryviews are made only when they are asked for."""
+    """The segments of pages whose addresses are known; memoryviews are created on first access."""
 
     def __init__(self, addresses: Addresses, views: Callable[[], list[Segments]]) -> None:
         """``views`` makes the memoryviews of all pages, and keeps their memory alive."""
@@ -57,19 +57,19 @@ class PageMemory(Sequence[Segments]):
 
 
 def address_of(segment: memoryview) -> int:
-    """The address of a segment that is not empty."""
+    """Return the address of a non-empty segment."""
     return np.frombuffer(segment, np.uint8).ctypes.data
 
 
 def addresses_of(buffers: Sequence[Segments], *, writable: bool) -> Addresses | None:
-    """The addresses of these pages. None when their segments differ in size, or when ``writable`` is asked and one is
-    read-only: code that writes to an address would not notice."""
+    """Return the addresses of these pages. None if their segments differ in size, or if ``writable`` is required and
+    one is read-only, which code that writes to an address would not notice."""
     if isinstance(buffers, PageMemory):
         return buffers.addresses
     sizes = [segment.nbytes for segment in buffers[0]] if buffers else []
     if not all(sizes) or not sizes or set(map(len, buffers)) != {len(sizes)}:
         return None
-    # All segments in one list: nothing here calls a function for each page.
+    # One list of all segments avoids a function call for each page.
     segments = list(itertools.chain.from_iterable(buffers))
     if [segment.nbytes for segment in segments] != sizes * len(buffers):
         return None

@@ -1,13 +1,13 @@
 """Packs: neighbouring pages of one identity and one size, stored as one object or file; a large page is alone in one.
 
 ``docs/page-format.md`` specifies the bytes. A pack is ``page || page || ... || footer``. Each page is a page object,
-header and payload, and verifies itself. Page ``i`` begins at ``i`` times the bytes of a page, so a reader needs no
-footer: the footer tells tools the whole keys, and that a pack is not cut.
+header and payload, and verifies itself. Page ``i`` begins at ``i`` times the size of a page, so readers need no footer:
+the footer tells tools the full keys, and that a pack is not truncated.
 
-The name of a pack is its index: it says how many pages it has, their size, and a short digest of each page hash. Who
-lists names knows what is stored. Another page may have the same digest: the key in the page's header decides.
+The name of a pack is its index: it contains the number of pages, their size, and a short digest of each page hash, so
+listing names shows what is stored. Another page may have the same digest: the key in the page's header decides.
 
-A page of a pack is taken away by a *tombstone*, an empty object whose name says which pages are dead.
+A *tombstone* removes pages of a pack: an empty object whose name tells which pages are dead.
 
 Everything here is pure: no I/O, any thread.
 """
@@ -30,16 +30,16 @@ from hicache_ext.page import envelope
 from hicache_ext.page.page_object import HEADER_LENGTH, gather
 
 SMALL, LARGEST_PAGE = 4 << 20, 512 << 20
-"""Bytes of a stored page: below the first they share a pack, others are alone in one, up to the second."""
+"""Sizes of stored pages in bytes: pages below the first share packs; others, up to the second, are alone in one."""
 PACK_BYTES = 4 << 20
-"""A pack has about so many bytes of pages."""
+"""Approximate bytes of pages in a pack."""
 MOST_PAGES = 64
-"""Of a pack: names of objects have 1,024 bytes at most."""
+"""Most pages of a pack, because names of objects have at most 1,024 bytes."""
 HASH_BYTES = 6
-"""Of the digest of a page hash in a name: among ten million pages, one absent page in 28 million is taken for one of
-them until it is read."""
+"""Bytes of a page hash's digest in a name: among ten million pages, one absent page in 28 million is mistaken for one
+of them until it is read."""
 HASHES_IN_A_COMPONENT = 24
-"""Of a name; a component of a path has 255 bytes at most."""
+"""Hashes in a component of a name, because a path component has at most 255 bytes."""
 
 _HASH_LETTERS = HASH_BYTES * 4 // 3
 _COMPONENT = _HASH_LETTERS * HASHES_IN_A_COMPONENT
@@ -50,17 +50,17 @@ _TOMBSTONE = re.compile(rf"({_ID})-({_ID})-([0-9a-f]{{16}})\.dead", re.ASCII)
 
 MAGIC = b"HICAPACK"
 FORMAT_VERSION = 1
-# magic, version, reserved, count, bytes of a page, identity, reserved; then XXH3-128 of all that stands before it
+# magic, version, reserved, count, bytes of a page, identity, reserved; then XXH3-128 of everything before it
 _FOOTER_END = struct.Struct("<8sHHIQ16s8s")
 _CHECKSUM_LENGTH = 16
 FOOTER_END_LENGTH = _FOOTER_END.size + _CHECKSUM_LENGTH
-"""Bytes at the end of a pack that say how long its footer is."""
+"""Length of the fixed end of a pack, which determines the length of its footer."""
 
 
 def new_id(milliseconds: int, after: str | None = None) -> str:
-    """A name for a pack or a tombstone that nobody else has: ids of later times are greater.
+    """Return a unique id for a pack or a tombstone; ids made later are greater.
 
-    ``milliseconds`` since 1970, by a clock that all writers share. ``after``: it is greater than this one, too.
+    ``milliseconds``: since 1970, by a clock that all writers share. ``after``: the id is also greater than this one.
     """
     if after is not None:
         milliseconds = max(milliseconds, milliseconds_of(after) + 1)
@@ -68,28 +68,28 @@ def new_id(milliseconds: int, after: str | None = None) -> str:
 
 
 def milliseconds_of(id: str) -> int:
-    """When an id was made, milliseconds since 1970."""
+    """Return the time when an id was made, in milliseconds since 1970."""
     return int(id[:11], 16)
 
 
 def short_hash(key: bytes) -> bytes:
-    """What a name says of the page ``key``. A digest: leading bytes would do for SHA-256, and not for other keys."""
+    """Return the digest of ``key`` in a pack's name. Leading bytes would do for SHA-256, but not for other keys."""
     return xxhash.xxh3_64_digest(key[envelope.IDENTITY_LENGTH :])[:HASH_BYTES]
 
 
 def short_numbers(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """The ``short_hash`` of each key, as a number."""
+    """Return the ``short_hash`` of each key as a number."""
     digests = b"".join([xxhash.xxh3_64_digest(key[envelope.IDENTITY_LENGTH :]) for key in keys])
     return (np.frombuffer(digests, ">u8") >> 8 * (8 - HASH_BYTES)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """What the name of a pack says."""
+    """The contents of a pack, as its name tells them."""
 
     id: str
     page_bytes: int
-    """Of a stored page: header and payload."""
+    """Bytes of a stored page: header and payload."""
     hashes: bytes
     """The ``short_hash`` of each page, concatenated."""
 
@@ -103,7 +103,7 @@ class Pack:
 
     @property
     def numbers(self) -> list[int]:
-        """Its ``hashes`` as ``short_numbers``."""
+        """Return the ``hashes`` as numbers, like ``short_numbers``."""
         wide = np.zeros((self.count, 8), np.uint8)
         wide[:, -HASH_BYTES:] = np.frombuffer(self.hashes, np.uint8).reshape(-1, HASH_BYTES)
         numbers: list[int] = wide.view(">i8").ravel().tolist()
@@ -111,19 +111,19 @@ class Pack:
 
     @property
     def all_dead(self) -> int:
-        """The mask of a tombstone for every page."""
+        """Return the mask of a tombstone for all pages."""
         return (1 << self.count) - 1
 
     @property
     def name(self) -> str:
-        """With a slash after every ``HASHES_IN_A_COMPONENT`` hashes: each part fits into a component of a path."""
+        """Return the name, with a slash after every ``HASHES_IN_A_COMPONENT`` hashes to fit path components."""
         text = urlsafe_b64encode(self.hashes).decode()
         parts = "/".join(text[begin : begin + _COMPONENT] for begin in range(0, len(text), _COMPONENT))
         return f"{self.id}-{self.count}x{self.page_bytes}-{parts}.pack"
 
 
 def parse_pack(name: str) -> Pack | None:
-    """The pack of this name; None for any other name."""
+    """Return the pack of this name, or None if it is not a pack's name."""
     found = _PACK.fullmatch(name)
     if found is None:
         return None
@@ -137,13 +137,13 @@ def parse_pack(name: str) -> Pack | None:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """What the name of a tombstone says: some pages of a pack are dead."""
+    """A tombstone, as its name describes it: some pages of a pack are dead."""
 
     id: str
     pack: str
     """The pack's id."""
     mask: int
-    """Bit ``i``: page ``i``."""
+    """Bit ``i`` is set if page ``i`` is dead."""
 
     @property
     def name(self) -> str:
@@ -151,16 +151,16 @@ class Tombstone:
 
 
 def parse_tombstone(name: str) -> Tombstone | None:
-    """The tombstone of this name; None for any other name."""
+    """Return the tombstone of this name, or None if it is not a tombstone's name."""
     found = _TOMBSTONE.fullmatch(name)
     return Tombstone(found[1], found[2], int(found[3], 16)) if found else None
 
 
 def portions(page_bytes: Sequence[int], most_pages: int = MOST_PAGES, pack_bytes: int = PACK_BYTES) -> list[list[int]]:
-    """Which pages of a batch make a pack each: positions, in order. ``page_bytes``: of each stored page.
+    """Divide the pages of a batch, stored with ``page_bytes`` each, into packs; return the positions in each, in order.
 
-    Pages of one size, about ``pack_bytes`` a pack, at most ``most_pages``, and packs of one size of about as many.
-    """
+    A pack has pages of one size, about ``pack_bytes`` in total, and at most ``most_pages``. Packs of one page size have
+    about the same number of pages."""
     alike: dict[int, list[int]] = {}
     for position, size in enumerate(page_bytes):
         alike.setdefault(size, []).append(position)
@@ -175,14 +175,14 @@ def portions(page_bytes: Sequence[int], most_pages: int = MOST_PAGES, pack_bytes
 
 
 def pack_length(count: int, page_bytes: int) -> int:
-    """Bytes of a whole pack, footer included."""
+    """Return the bytes of a whole pack, including the footer."""
     return count * page_bytes + count * envelope.PAGE_HASH_LENGTH + FOOTER_END_LENGTH
 
 
 def gather_pages(pages: Sequence[Sequence[memoryview]]) -> memoryview:
-    """Memory for a pack of these pages with their payloads in it; ``seal_pack`` writes what else it has.
+    """Return memory for a pack of these pages, with their payloads in it; ``seal_pack`` writes the rest.
 
-    Apart, so that the checksums are computed after the pages were let go of: they are of the copy.
+    The steps are separate so that checksums, which cover the copy, are computed after the pages were released.
     """
     page_bytes = HEADER_LENGTH + sum([segment.nbytes for segment in pages[0]])
     whole = np.empty(pack_length(len(pages), page_bytes), np.uint8).data
@@ -192,7 +192,7 @@ def gather_pages(pages: Sequence[Sequence[memoryview]]) -> memoryview:
 
 
 def seal_pack(whole: memoryview, keys: Sequence[bytes]) -> memoryview:
-    """Write headers and footer around the payloads of ``gather_pages``; the pack."""
+    """Write headers and footer around the payloads of ``gather_pages`` and return the pack."""
     page_bytes = (whole.nbytes - pack_length(len(keys), 0)) // len(keys)
     for number, key in enumerate(keys):
         page = whole[number * page_bytes : (number + 1) * page_bytes]
@@ -203,7 +203,7 @@ def seal_pack(whole: memoryview, keys: Sequence[bytes]) -> memoryview:
 
 
 def encode_footer(keys: Sequence[bytes], page_bytes: int) -> bytes:
-    """What stands behind the pages of a pack."""
+    """Return the footer, which follows the pages of a pack."""
     identity = keys[0][: envelope.IDENTITY_LENGTH]
     table = b"".join([key[envelope.IDENTITY_LENGTH :] for key in keys])
     fields = table + _FOOTER_END.pack(MAGIC, FORMAT_VERSION, 0, len(keys), page_bytes, identity, bytes(8))
@@ -211,7 +211,7 @@ def encode_footer(keys: Sequence[bytes], page_bytes: int) -> bytes:
 
 
 def decode_footer(footer: bytes | memoryview) -> tuple[list[bytes], int]:
-    """The keys of the pages of a pack, in order, and the bytes of a page. Raises FormatError."""
+    """Return the keys of the pages of a pack, in order, and the bytes of a page. Raises FormatError."""
     whole, length = bytes(footer), envelope.PAGE_HASH_LENGTH
     if len(whole) < FOOTER_END_LENGTH:
         raise FormatError("short_footer", f"{len(whole)} bytes")

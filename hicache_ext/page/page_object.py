@@ -1,7 +1,7 @@
-"""A page object as one piece of memory: header and payload, as a tier stores it that keeps both together; and copies
-between a page's segments and one run of memory.
+"""A page object as one piece of memory: header and payload, for tiers that store both together; and copies between a
+page's segments and contiguous memory.
 
-Any thread. The bytes are those of docs/page-format.md, with a header of 128 bytes.
+Threads: any. docs/page-format.md specifies the bytes; the header has 128 bytes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ HEADER_LENGTH = envelope.FIELDS_LENGTH
 
 
 def encode_object(key: bytes, segments: Sequence[memoryview], whole: memoryview | None = None) -> memoryview:
-    """The page object of the page ``key``: in ``whole``, which has as many bytes, or in memory of its own."""
+    """Make the page object of the page ``key`` in ``whole``, which has exactly its size, or in new memory."""
     if whole is None:
         whole = np.empty(HEADER_LENGTH + sum([segment.nbytes for segment in segments]), np.uint8).data
     gather(segments, whole[HEADER_LENGTH:])
-    # The checksum is of the copy: should the page change meanwhile, the object is still one that can be trusted.
+    # The checksum covers the copy, so the object is consistent even if the page changes in the meantime.
     whole[:HEADER_LENGTH] = envelope.encode_header(key, [whole[HEADER_LENGTH:]])
     return whole
 
 
 def decode_object(stored: memoryview, key: bytes, segments: Sequence[memoryview]) -> str | None:
-    """Copy the payload into ``segments`` if this is the page ``key`` of that length; why it is not otherwise: a reason
+    """Copy the payload into ``segments`` if this is the page ``key`` of that length. Otherwise return why not: a reason
     of ``envelope.reason_to_refuse``, ``truncated`` or ``longer``.
 
-    Checked before it is copied: ``segments`` never hold another page, nor half of one.
+    The page is checked before the copy, so ``segments`` never hold another page or half of one.
     """
     length = HEADER_LENGTH + sum([segment.nbytes for segment in segments])
     if stored.nbytes != length:
@@ -41,7 +41,7 @@ def decode_object(stored: memoryview, key: bytes, segments: Sequence[memoryview]
 
 
 def gather(source: Sequence[memoryview], target: memoryview) -> None:
-    """The concatenation of ``source`` into ``target``."""
+    """Copy the concatenation of ``source`` into ``target``."""
     offset = 0
     for segment in source:
         _copy(segment, target[offset : offset + segment.nbytes])
@@ -49,7 +49,7 @@ def gather(source: Sequence[memoryview], target: memoryview) -> None:
 
 
 def scatter(source: memoryview, target: Sequence[memoryview]) -> None:
-    """``source`` into ``target``, one segment after the other."""
+    """Copy ``source`` into ``target``, one segment after the other."""
     offset = 0
     for segment in target:
         _copy(source[offset : offset + segment.nbytes], segment)
@@ -57,5 +57,5 @@ def scatter(source: memoryview, target: Sequence[memoryview]) -> None:
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    # numpy releases the GIL while it copies; assigning memoryviews would not, and delay SGLang's scheduler.
+    # numpy releases the GIL while it copies; assigning memoryviews would not, and would delay SGLang's scheduler.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

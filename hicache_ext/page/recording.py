@@ -1,15 +1,15 @@
-"""The file format of recordings: what requests asked storage for, and where it was found. See docs/plan.md.
+"""The file format of recordings: the pages that requests asked storage for, and the tiers that had them. See
+docs/plan.md.
 
 A file is ``MAGIC`` and blocks; a block is its length and CRC-32 (little-endian, 32 bits each) and that many bytes. The
-first block is JSON, the *header*; each other one holds whole entries. A file ends where a block is short or damaged:
-what came before it is good, also after kill -9.
+first block is JSON, the *header*; each of the others holds whole entries. A file ends where a block is short or
+damaged: everything before it is good, even after kill -9.
 
-Pages are told by 8 bytes of a keyed hash of their page hash. A page hash stands for all tokens up to its page, so pages
-form a tree: an entry names the deepest page that the file had before (its number + 1, or 0) and only those that follow.
-
-An entry, little-endian: microseconds since ``started`` of the header (8 bytes); then 4 bytes each: tokens of the
-prompt, matched tokens (2^32 - 1: not known), pages asked for, pages answered, the deepest page, how many new pages, how
-many tiers, what each tier had; 8 bytes for the name of each new page, which gets the next number.
+A page is identified by 8 bytes of a keyed hash of its page hash. A page hash covers all tokens up to its page, so pages
+form a tree: an entry names the deepest page already in the file (its number + 1, or 0) and only the pages after it.
+An entry, little-endian: microseconds since ``started`` of the header (8 bytes); then 4 bytes each: prompt tokens,
+matched tokens (2^32 - 1: unknown), pages requested, pages answered, the deepest page, number of new pages, number of
+tiers, pages that each tier had; then 8 bytes for the name of each new page, which gets the next number.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ VERSION: Final = 1
 SUFFIX: Final = ".hxrec"
 MAGIC: Final = b"HXREC\0\0" + bytes([VERSION])
 MOST_TOKENS: Final = 1 << 31
-"""Of a page or a prompt."""
+"""Most tokens of a page or a prompt."""
 UNKNOWN: Final = 0xFFFFFFFF
-"""Stands for a length that nobody knew."""
+"""Value for an unknown length."""
 SALT_BYTES: Final = 16
 _PAGE_BYTES: Final = 8
 _BLOCK = struct.Struct("<II")
 _ENTRY = struct.Struct("<Q7I")
 _LONGEST_BLOCK: Final = 64 << 20
 _REMEMBERED_PAGES: Final = 1 << 16
-"""Pages that an encoder knows the number of; older ones are written again."""
+"""Pages whose number an encoder remembers; older ones are written again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one request asked for. ``pages``: page hashes in hexadecimal, the asked ones last."""
+    """The pages that one request asked for. ``pages``: page hashes in hexadecimal, the requested ones last."""
 
     seconds: float
-    """Since the recording began."""
+    """Seconds since the recording began."""
     pages: Sequence[str]
     asked: int
-    """How many of ``pages`` storage was asked for; what stands before is the page before them, where there is one."""
+    """Number of ``pages`` requested from storage; the entry before them, if any, is the preceding page."""
     answered: int
-    """How many leading pages storage said it has."""
+    """Number of leading pages that storage reported as present."""
     found: Mapping[str, int]
-    """Tier -> how many of them it had, nearest tiers first."""
+    """Tier -> number of pages it had, nearest tiers first."""
     prompt: int | None = None
     """Tokens of the prompt."""
     matched: int | None = None
-    """Tokens of it that were on the device or in host memory."""
+    """Tokens of the prompt that were on the device or in host memory."""
 
 
 class Encoder:
-    """Entries of one file as bytes. Not thread-safe."""
+    """Encodes the entries of one file. Not thread-safe."""
 
     def __init__(self, salt: bytes, tiers: Sequence[str]) -> None:
         self._salt = salt
@@ -76,7 +76,7 @@ class Encoder:
         self._pages = 0
 
     def header(self, started: float, facts: Mapping[str, Any]) -> bytes:
-        """The beginning of a file. ``started``: seconds since 1970."""
+        """Return the beginning of a file. ``started``: seconds since 1970."""
         document = {
             "version": VERSION,
             "started": started,
@@ -124,17 +124,17 @@ def _or_unknown(tokens: int | None) -> int:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request of a recording that was read. ``found`` is in the order of the header's tiers. Its chain is made when
-    it is asked for: all together may be far larger than their file."""
+    """One request of a recording that was read. ``found`` is in the order of the header's tiers. The chain is built on
+    access, because all chains together may be far larger than their file."""
 
     moment: float
     """Seconds since 1970."""
     before: Entry | None = field(repr=False)
-    """An earlier one, whose chain begins as this one does."""
+    """An earlier entry whose chain begins like this one."""
     known: int
-    """By so many pages."""
+    """Number of pages shared with the chain of ``before``."""
     names: npt.NDArray[np.uint64]
-    """The salted pages that follow."""
+    """The salted names of the pages after those."""
     asked: int
     answered: int
     found: tuple[int, ...]
@@ -143,12 +143,12 @@ class Entry:
 
     @property
     def length(self) -> int:
-        """Of the chain."""
+        """Return the number of pages in the chain."""
         return self.known + len(self.names)
 
     @property
     def chain(self) -> npt.NDArray[np.uint64]:
-        """Salted pages from the first that the file knows of to the last."""
+        """Return the salted names of the chain, from the first page known to the file to the last."""
         pieces: list[npt.NDArray[np.uint64]] = []
         entry, left = self, self.length
         while True:
@@ -160,8 +160,8 @@ class Entry:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], list[Entry], bool]:
-    """Return the header, with what ``_header`` checks of it, the entries, and whether the file ends where a block does.
-    Raises RecordingError for what is no recording, OSError."""
+    """Return the header as checked by ``_header``, the entries, and whether the file ends at the end of a block.
+    Raises RecordingError if it is not a recording, and OSError."""
     entries: list[Entry] = []
     with path.open("rb") as file:
         if (magic := file.read(len(MAGIC))) != MAGIC:
@@ -173,7 +173,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[Entry], bool]:
         try:
             text = next(blocks)
         except (StopIteration, ValueError):
-            # Killed before the header was whole.
+            # The writer was killed before the header was complete.
             return {"tiers": [], "started": 0.0, "salt": "", "page_size": 0}, entries, False
         header = _header(text, path)
         try:
@@ -184,7 +184,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[Entry], bool]:
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield payloads. Raises ValueError at the first block that is short or damaged."""
+    """Yield the payload of each block. Raises ValueError at the first block that is short or damaged."""
     while head := file.read(_BLOCK.size):
         length, checksum = _BLOCK.unpack(head.ljust(_BLOCK.size, b"\xff"))
         payload = file.read(length) if length <= _LONGEST_BLOCK else b""
@@ -194,7 +194,7 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _header(text: bytes, path: Path) -> dict[str, Any]:
-    """Raises RecordingError for one with a field that is none."""
+    """Return the checked header. Raises RecordingError if a field is missing or invalid."""
     try:
         header = json_in(text)
         started, tiers = number_of(header["started"]), header["tiers"]
@@ -213,7 +213,7 @@ def _header(text: bytes, path: Path) -> dict[str, Any]:
 
 def _entries(blocks: Iterator[bytes], started: float, tiers: int) -> Iterator[Entry]:
     makers: list[Entry] = []
-    """Those with new pages, and the numbers of their first ones."""
+    """Entries with new pages; ``firsts`` has the numbers of their first new pages."""
     firsts: list[int] = []
     pages = 0
     for payload in blocks:

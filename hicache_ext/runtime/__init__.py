@@ -1,1 +1,1 @@
-"""What every room runs on: threads, locks between processes, files written whole, metrics."""
+"""The foundation of every room: threads, locks between processes, files written whole, metrics."""

@@ -1,8 +1,8 @@
-"""Who may use the files of a tier: the account that made them, or also the members of one group.
+"""Access rights to the files of a tier: for the account that made them, or also for the members of one group.
 
 PATH holds KV of prompts, so it is private (directories 0700, files 0600) unless the configuration says ``mode: group``
-(02770, 0660), whatever the umask. Whoever makes a file takes the mode from ``PATH/identities``, which is always the
-tier's own (PATH itself may be a mount point). So servers and tools agree without the configuration.
+(02770, 0660), whatever the umask. A process that makes a file takes the mode from ``PATH/identities``, which always
+belongs to the tier (PATH itself may be a mount point), so servers and tools agree without the configuration.
 Reasons: docs/decisions/shared-directories.md.
 """
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 IDENTITIES = "identities"
 
-_ALONE_WITHIN = 1.0
-"""Seconds that one who moves something aside waits for others who do."""
+_LOCK_BOUND = 1.0
+"""Seconds that a process waits for others before it moves something aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ PRIVATE = Access()
 
 
 def access_in(directory: Path) -> Access:
-    """Who may use new entries of ``directory``, which is a tier's PATH or a directory below it."""
+    """Return the access to give new entries of ``directory``, which is a tier's PATH or a directory below it."""
     for place in (directory / IDENTITIES, directory):
         try:
             status = place.stat()
@@ -67,14 +67,14 @@ def access_in(directory: Path) -> Access:
 
 
 def is_for_group(status: os.stat_result) -> bool:
-    """Whether a directory with this status was made for a group (``Access.directory_mode``)."""
+    """Return whether a directory with this status was made for a group (``Access.directory_mode``)."""
     return status.st_mode & 0o2077 == 0o2070
 
 
 def open_file(path: Path, flags: int) -> int:
     """Open ``path``; a missing file is made with the mode of its directory (``access_in``). Raises OSError."""
     access = access_in(path.parent)
-    # No link: where others may write into the directory, it could lead to any file of this account.
+    # Follow no link: if others may write into the directory, it could lead to any file of this account.
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd, made = os.open(path, flags | os.O_EXCL, access.file_mode), True
@@ -97,8 +97,8 @@ def open_file(path: Path, flags: int) -> int:
 def opened(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0, *, dir_fd: int | None = None
 ) -> Iterator[int]:
-    """A descriptor of what has this name, of a directory that ``dir_fd`` may be. No link is followed, and nobody waits
-    for the writer of a pipe. Raises OSError."""
+    """Open ``path``, relative to the directory ``dir_fd`` if given, and yield the descriptor. Follows no link and does
+    not wait for the writer of a pipe. Raises OSError."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=dir_fd)
     try:
         yield fd
@@ -107,8 +107,8 @@ def opened(
 
 
 def open_plain_file(path: Path, flags: int) -> int:
-    """``open_file`` for a file of the tier's own: what has its name and is no plain file (a directory, a link, a pipe)
-    is moved aside, whole. Raises OSError."""
+    """Open a file that belongs to the tier (``open_file``), after moving aside whatever has its name but is not a plain
+    file (a directory, a link, a pipe). Raises OSError."""
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             move_aside(path, unless=stat.S_ISREG)
@@ -116,13 +116,13 @@ def open_plain_file(path: Path, flags: int) -> int:
 
 
 def move_aside(path: Path, unless: Callable[[int], bool] = lambda mode: False) -> None:
-    """Give what has the name of something of ours, and is something else, another name. Raises OSError.
+    """Rename a foreign entry that occupies the name of one of ours. Raises OSError.
 
-    ``unless``: modes (st_mode) of what is ours. It may have come since the caller looked: of several processes one
-    moves, and the next looks again.
+    ``unless``: returns True for a mode (st_mode) of ours. Checked again here, because of several processes one moves
+    the entry and may have made ours since the caller looked.
     """
-    with _alone_in(path.parent), suppress(FileNotFoundError):
-        # Otherwise another process was faster.
+    with _exclusively_in(path.parent), suppress(FileNotFoundError):
+        # True if another process was faster.
         if unless(path.lstat().st_mode):
             return
         aside = path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}")
@@ -131,12 +131,12 @@ def move_aside(path: Path, unless: Callable[[int], bool] = lambda mode: False) -
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """While no other process moves anything aside in ``directory``, as far as its file system has locks and who moves
-    goes on."""
+def _exclusively_in(directory: Path) -> Iterator[None]:
+    """Exclude other processes from moving anything aside in ``directory``, as far as its file system has locks and
+    their holder makes progress."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _ALONE_WITHIN
+        deadline = time.monotonic() + _LOCK_BOUND
         with suppress(OSError):
             while True:
                 try:
@@ -153,26 +153,26 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def settle(file: int, mode: int) -> None:
-    """Give an open file this mode where the umask gave another. Files of others are left alone."""
+    """Give an open file this mode if the umask gave it another. Leaves files of other accounts alone."""
     status = os.fstat(file)
     if stat.S_IMODE(status.st_mode) == mode or status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
         return
     try:
         os.chmod(file, mode)
     except OSError as error:
-        # Some file systems have one mode for all files. The tier warns of that at its start.
+        # Some file systems have one mode for all files. The tier warns about that at startup.
         logger.debug("mode of %s: %s", file, error)
 
 
 def make_directory(path: Path, access: Access | None = None) -> None:
-    """Make a directory of the tier's own if it is missing; it survives a power loss. What has its name and is none is
-    moved aside. Raises OSError.
+    """Make a directory that belongs to the tier if it is missing, so that it survives a power loss. Whatever has its
+    name but is not a directory is moved aside. Raises OSError.
 
-    ``access``: left out, that of its parent.
+    ``access``: by default that of its parent.
     """
     if os.path.lexists(path) and not path.is_dir():
         if path.is_symlink() and not path.exists():
-            # What it leads to may be a disk that is not mounted now.
+            # The link may lead to a disk that is not mounted now.
             raise FileNotFoundError(errno.ENOENT, "a link that leads nowhere", str(path))
         move_aside(path, unless=stat.S_ISDIR)
     _make_directory(path, access or access_in(path.parent))
@@ -190,7 +190,7 @@ def _make_directory(path: Path, wanted: Access) -> None:
     if wanted.group:
         os.chmod(path, wanted.directory_mode)
     with suppress(PermissionError):
-        # A directory above that this account may not read.
+        # This account may not be allowed to read the parent directory.
         sync_directory(path.parent)
 
 

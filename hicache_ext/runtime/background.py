@@ -1,10 +1,9 @@
-"""Work in the background: one loop for what is done every so often, when there is something to do, or again after a
-failure.
+"""Background work: one loop for work that is done periodically, on demand, or again after a failure.
 
-The *step* says when it is to run again. A step that raises, or answers RETRY, runs again after a pause that doubles up
-to a limit. The thread is a daemon: an interpreter that ends must not wait for a store that nobody has closed.
+The *step* decides when it runs again. A step that raises or returns RETRY runs again after a pause that doubles up to a
+limit. The thread is a daemon: an interpreter that exits must not wait for a store that nobody has closed.
 
-After a fork the child has no thread of the loop; the next ``wake`` starts one. As with every lock, a fork amid a call
+After a fork the child has no thread of the loop; the next ``wake`` starts one. As with every lock, a fork during a call
 of another thread leaves the loop unusable in the child. Nothing of ours forks: SGLang spawns its processes.
 """
 
@@ -26,7 +25,7 @@ _log = LimitedLog(logger)
 
 
 class Retry(enum.Enum):
-    """Answer of a step that was in vain: run it again, later each time."""
+    """Result of a step that failed: run it again, after a longer pause each time."""
 
     RETRY = enum.auto()
 
@@ -34,8 +33,8 @@ class Retry(enum.Enum):
 RETRY = Retry.RETRY
 
 Step = Callable[[], "float | Retry | None"]
-"""One piece of work. Answers the seconds until the next step, ``math.inf`` to wait for ``wake``, RETRY after a failure,
-or None when there is nothing left to do: then the thread ends, and ``wake`` starts another."""
+"""One unit of work. Returns the seconds until the next step, ``math.inf`` to wait for ``wake``, RETRY after a failure,
+or None when there is nothing left to do: the thread then ends, and ``wake`` starts another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +45,20 @@ class Backoff:
     longest: float = 60.0
 
     def pause(self, failures: int) -> float:
-        """After so many failures in a row. Up to a half less, by chance: processes that lost the same server do not
-        come back to it all at once."""
+        """Return the pause after this many consecutive failures, randomly shortened by up to half, so that processes
+        that lost the same server do not all return to it simultaneously."""
         return self.limit(failures) * random.uniform(0.5, 1.0)
 
     def limit(self, failures: int) -> float:
-        """``pause`` without chance."""
+        """Return ``pause`` without the random part."""
         return min(self.longest, self.first * 2.0 ** min(max(0, failures - 1), 62))
 
 
 class BackgroundLoop:
-    """Runs ``step`` on a thread of its own, one at a time. The thread starts with the first ``wake``. Threads: any."""
+    """Runs ``step`` on a separate thread, one at a time. The first ``wake`` starts the thread. Threads: any."""
 
     def __init__(self, name: str, step: Step, backoff: Backoff | None = None) -> None:
-        """``name`` is that of the thread. What the step raises is logged once a kind until a step succeeds."""
+        """``name``: the thread's name. Each type of exception from the step is logged once until a step succeeds."""
         self._name = name
         self._step = step
         self._backoff = backoff or Backoff()
@@ -72,19 +71,19 @@ class BackgroundLoop:
 
     @property
     def stopping(self) -> bool:
-        """For long steps, which end early then."""
+        """Return whether ``stop`` was called; long steps then end early."""
         return self._stopping
 
     @property
     def running(self) -> bool:
-        """Whether there is a thread now."""
+        """Return whether the thread is running now."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 
     def wake(self, after: float = 0.0) -> bool:
-        """Run a step in ``after`` seconds at the latest, whatever pause was under way. Does not wait.
+        """Run a step in ``after`` seconds at the latest, cutting the current pause short. Does not wait.
 
-        False when the loop was stopped, or when the machine has no thread left: the next ``wake`` tries again.
+        Returns False if the loop was stopped, or if the machine has no thread left: the next ``wake`` tries again.
         """
         with self._changed:
             if self._stopping:
@@ -103,14 +102,14 @@ class BackgroundLoop:
             return True
 
     def rest(self, seconds: float) -> bool:
-        """For steps: wait, and no longer than until ``stop``; whether the loop goes on."""
+        """Wait ``seconds`` within a step, but only until ``stop``; return whether the loop continues."""
         with self._changed:
             return not self._changed.wait_for(lambda: self._stopping, seconds)
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Begin no further step and wait for the one under way, ``seconds`` at most; whether the thread has ended.
+        """Begin no further step and wait at most ``seconds`` for the current one; return whether the thread has ended.
 
-        Idempotent. On the thread of the loop it does not wait.
+        Idempotent. Does not wait if called on the loop's own thread.
         """
         with self._changed:
             self._stopping = True

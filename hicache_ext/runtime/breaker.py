@@ -1,14 +1,14 @@
-"""Down, probed, back: one class for whatever can go away and come back (a tier, a path, a node, a master).
+"""A circuit breaker for anything that can go down and come back (a tier, a path, a node, a master).
 
-CLOSED: all calls go through, until somebody calls ``trip``, or what is watched says that it is gone.
-OPEN: no call goes through. A probe runs in the background, more and more seldom, until it succeeds.
-HALF_OPEN, the slow start: after a good probe a share of the calls goes through that grows over ``slow_start`` seconds,
-so that a store that has just come up is not run over. One bad call opens the breaker again.
+CLOSED: all calls pass, until somebody calls ``trip``, or ``watch`` finds that the watched thing is gone.
+OPEN: no call passes. A probe runs in the background, at growing intervals, until it succeeds.
+HALF_OPEN, the slow start: after a good probe, a share of the calls passes that grows over ``slow_start`` seconds, so
+that a store that has just come up is not overrun. One bad call opens the breaker again.
 
-A breaker that was tripped *in doubt* is probed at once, and a good probe before the first regular one closes it without
-a slow start. When calls are bad enough to trip is the user's own rule (that for tiers: storage/guards/breaker.py).
+A breaker that was tripped *in doubt* is probed almost immediately, and a good probe before the first regular one closes
+it without a slow start. The user decides when calls are bad enough to trip (for tiers: storage/guards/breaker.py).
 
-Who is refused writes is not down: ``WritePause`` keeps score of them.
+A store that only refuses writes is not down: ``WritePause`` handles that.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hicache_ext.runtime.background import BackgroundLoop, Backoff
 logger = logging.getLogger(__name__)
 
 _FIRST_SHARE = 0.1
-"""Of the calls, at the beginning of the slow start."""
+"""Share of calls that pass at the beginning of the slow start."""
 _PAUSE_IN_DOUBT = 0.1
-"""Seconds until the first probe in doubt; a client may first have to connect anew."""
+"""Seconds until the first probe in doubt; a client may first have to reconnect."""
 WATCH_INTERVAL = 5.0
-"""Seconds between two looks of ``watch``."""
+"""Seconds between two checks of ``watch``."""
 WRITE_PAUSES = Backoff(1.0, 30.0)
 """Seconds without writes to a store that refuses them."""
 
@@ -40,12 +40,12 @@ class BreakerState(enum.Enum):
 
     @property
     def level(self) -> float:
-        """For a gauge: the higher, the less is asked."""
+        """Return the state as a gauge: the higher, the fewer calls pass."""
         return {BreakerState.CLOSED: 0.0, BreakerState.HALF_OPEN: 1.0, BreakerState.OPEN: 2.0}[self]
 
 
 class Breaker:
-    """Threads: any. The thread of the probes lives while the breaker is not CLOSED, or watched."""
+    """A circuit breaker. Threads: any. The probe thread lives while the breaker is not CLOSED, or is watched."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class Breaker:
         state: BreakerState = BreakerState.CLOSED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``name`` is that of the thread. ``probe``: whether it answers again; what it raises means no.
+        """``name``: the thread's name. ``probe``: returns whether the target answers again; an exception means no.
 
-        ``backoff``: pauses between probes; the first one of an opening is longer each time a slow start failed.
+        ``backoff``: pauses between probes; the first pause after opening is longer each time a slow start failed.
         ``on_change(state, reason)`` is called after every change, under no lock, on the thread that made it.
-        ``state``: one that begins OPEN is probed from the first question on whether it is ``up``.
+        ``state``: a breaker that begins OPEN is probed from the first use of ``up`` on.
         """
         self._probe = probe
         self._backoff = backoff
@@ -74,11 +74,11 @@ class Breaker:
         self._state = state
         self._recovering_since = 0.0
         self._credit = 0.0
-        """Calls that the slow start has still to let through."""
+        """Calls that the slow start may let through now."""
         self._opened = 0
-        """How often, since it was last closed."""
+        """How often the breaker has opened since it was last closed."""
         self._generation = 0
-        """Raised at each change of state: what began before says nothing about the time after it."""
+        """Incremented at each change of state: a call begun before a change says nothing about the time after it."""
         self._in_doubt = False
         self._examined_for = ""
         self._pause = backoff.first
@@ -91,21 +91,21 @@ class Breaker:
 
     @property
     def up(self) -> bool:
-        """Whether calls may go through, some of them at least. Where they may not, there are probes from now on: until
-        now there may have been no thread to be had."""
+        """Return whether at least some calls may pass. If not, make sure that probes run, because starting the thread
+        may have failed before."""
         if (is_open := self._state is BreakerState.OPEN) and not self._loop.running:
             self._loop.wake()
         return not is_open
 
     @property
     def closing(self) -> bool:
-        """``close`` was called."""
+        """Return whether ``close`` was called."""
         return self._loop.stopping
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def admit(self) -> int | None:
-        """A ticket for ``trip`` if a call may go through, else None."""
+        """Return a ticket for ``trip`` if a call may pass, else None."""
         if self._state is BreakerState.CLOSED:
             return self._generation
         if not self.up:
@@ -124,11 +124,11 @@ class Breaker:
         return self.admit()
 
     def trip(self, reason: str, ticket: int | None = None, *, in_doubt: bool = False) -> bool:
-        """Open, and probe in the background. False when it was open, or closed again since ``ticket`` was given."""
+        """Open, and probe in the background. Return False if already open, or if the state changed since ``ticket``."""
         with self._lock:
             if self._state is BreakerState.OPEN or ticket not in (None, self._generation):
                 return False
-            # What has just come back was in no doubt before.
+            # A target in its slow start was really down, so a new failure is no hiccup.
             self._in_doubt = in_doubt and self._state is BreakerState.CLOSED
             self._change(BreakerState.OPEN)
             self._opened += 1
@@ -142,20 +142,20 @@ class Breaker:
 
     @property
     def examining(self) -> bool:
-        """Whether it is being found out if the store hangs."""
+        """Return whether a probe of ``examine`` is pending or in flight."""
         return bool(self._examined_for)
 
     def examine(self, reason: str) -> None:
-        """Probe in the background although calls go through; trip for ``reason`` where the probe fails."""
+        """Probe in the background although calls pass; trip for ``reason`` if the probe fails."""
         if self.up:
             self._examined_for = reason
             self._loop.wake()
 
     def _examined(self) -> None:
-        """The probe of ``examine`` went well."""
+        """Handle a successful probe of ``examine``; for subclasses."""
 
     def watch(self, gone: Callable[[], str | None]) -> None:
-        """From now on ``gone`` is asked in the background, while CLOSED: the reason to trip, or None."""
+        """Call ``gone`` in the background from now on, while CLOSED; it returns the reason to trip, or None."""
         self._gone = gone
         self._loop.wake(WATCH_INTERVAL)
 
@@ -167,7 +167,7 @@ class Breaker:
             return False
 
     def recover(self) -> None:
-        """A probe went well."""
+        """Leave OPEN, because a probe succeeded."""
         with self._lock:
             if self._state is not BreakerState.OPEN or self.closing:
                 return
@@ -175,13 +175,13 @@ class Breaker:
             if slow:
                 self._change(BreakerState.HALF_OPEN)
                 self._recovering_since = self._clock()
-                self._credit = 1.0  # the first call goes through, so that what is asked seldom comes back, too
+                self._credit = 1.0  # let the first call pass, so that rarely used targets recover, too
             else:
                 self._close()
         self._on_change(BreakerState.HALF_OPEN if slow else BreakerState.CLOSED, "")
 
     def close(self, seconds: float | None = None) -> bool:
-        """Begin no further probe and wait for the one under way, ``seconds`` at most; whether it has ended."""
+        """Begin no further probe and wait at most ``seconds`` for the current one; return whether it has ended."""
         return self._loop.stop(seconds)
 
     def _step(self) -> float | None:
@@ -200,7 +200,7 @@ class Breaker:
                 case BreakerState.OPEN:
                     left = self._probe_at - time.monotonic()
                     if left <= 0 and self._pause >= self._backoff.first:
-                        # No probe went well for as long as the first regular one is waited for: it is no hiccup.
+                        # No probe succeeded before the first regular one was due, so it is no hiccup.
                         self._in_doubt = False
         if left is None:
             if self._gone is None:
@@ -211,7 +211,7 @@ class Breaker:
         if left > 0:
             return left
         if self._state is BreakerState.HALF_OPEN:
-            # Also where nobody asks.
+            # Ends the slow start even if no calls come.
             self._end_slow_start()
         elif self._is_good():
             self.recover()
@@ -223,7 +223,7 @@ class Breaker:
 
     def _end_slow_start(self) -> None:
         with self._lock:
-            # It may have opened and come back since somebody saw that the slow start was over.
+            # The breaker may have opened and recovered since the caller saw the end of the slow start.
             if self._state is not BreakerState.HALF_OPEN or self._share() < 1:
                 return
             self._close()
@@ -246,14 +246,14 @@ class Breaker:
         self._examined_for = ""
 
     def _share(self) -> float:
-        """Of the calls, now, in HALF_OPEN."""
+        """Return the share of calls that may pass now, in HALF_OPEN."""
         part = (self._clock() - self._recovering_since) / self._slow_start
         return _FIRST_SHARE + (1 - _FIRST_SHARE) * part if part < 1 else 1.0
 
 
 class WritePause:
-    """Writes rest while a store refuses them, for whatever reason: longer and longer, until one is taken. It is read,
-    and looked at, meanwhile. Threads: any."""
+    """Pauses writes, for growing intervals, while a store refuses them for whatever reason, until it accepts one. Reads
+    and lookups continue. Threads: any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -264,19 +264,19 @@ class WritePause:
 
     @property
     def reason(self) -> str:
-        """Why nothing is to be written now; empty where it may be tried."""
+        """Return why nothing may be written now; empty if a write may be tried."""
         return self._reason if self._refused and self._clock() < self._until else ""
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the last write was refused."""
+        """Return whether the last write was refused."""
         return bool(self._refused)
 
     def begin(self, reason: str) -> bool:
-        """A write was refused; whether it is the first one since one was taken."""
+        """Note a refused write; return whether it is the first one since the last accepted write."""
         with self._lock:
             if self.reason:
-                # Writes that were under way together are refused together.
+                # Writes in flight at the same time are refused together and count once.
                 return False
             self._refused += 1
             self._reason = reason
@@ -284,7 +284,7 @@ class WritePause:
             return self._refused == 1
 
     def end(self) -> bool:
-        """A write was taken; whether that is news."""
+        """Note an accepted write; return whether it ended a pause."""
         if not self._refused:
             return False
         with self._lock:

@@ -1,10 +1,10 @@
-"""What the current call may take: by when it must have ended, and whether its caller may wait at all. And what it could
-not find out, which the answer of a look-up does not tell.
+"""Limits of the current call: its deadline, and whether its caller may wait at all. Also the pages whose presence the
+call could not determine, which the result of a lookup does not tell.
 
-The calls of a PageStore carry none of it, so these are context variables: guards set the deadline and the store below
-reads it, on the thread that was called, before it gives work to other threads. Where no guard has set it, the store's
-own timeout counts. SGLang's backend marks the calls of the scheduler's thread, and what is further down reads the mark.
-A store that goes on in another thread takes them along with ``contextvars.copy_context().run``.
+The calls of a PageStore carry none of this, so these are context variables: guards set the deadline and the store below
+reads it, on the calling thread, before it hands work to other threads. If no guard has set it, the store's own timeout
+applies. SGLang's backend marks calls of the scheduler's thread, and lower layers read the mark. A store that continues
+on another thread passes the variables on with ``contextvars.copy_context().run``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Unanswered:
-    """Pages of a look-up that could not be asked for: "absent" and "nobody knows" are answered alike."""
+    """Pages whose lookup failed: the lookup's result does not distinguish "absent" from "unknown"."""
 
     pages: int = 0
     of: int = 0
-    """So many were asked for."""
+    """Number of pages requested."""
     reason: str = ""
     connection_lost: bool = False
-    """By any kind of call: all others would meet it, too."""
+    """A call of any kind lost the connection: all others would fail, too."""
     is_probe: bool = False
-    """Nobody else asks: the call is a guard's own."""
+    """The call is a guard's own probe."""
 
 
 _deadline: ContextVar[float] = ContextVar("hicache_ext_call_deadline", default=math.inf)
@@ -38,8 +38,8 @@ _unanswered: ContextVar[Unanswered | None] = ContextVar("hicache_ext_unanswered"
 
 @contextmanager
 def ending_at(deadline: float, unanswered: Unanswered | None = None) -> Iterator[None]:
-    """Calls inside end by ``deadline`` (time.monotonic()); replaces a deadline set further out. What look-ups inside
-    could not find out is told to ``unanswered``."""
+    """Make calls inside the block end by ``deadline`` (time.monotonic()), replacing an outer deadline. Pages that
+    lookups inside could not determine are added to ``unanswered``."""
     tokens = _deadline.set(deadline), _unanswered.set(unanswered)
     try:
         yield
@@ -49,33 +49,33 @@ def ending_at(deadline: float, unanswered: Unanswered | None = None) -> Iterator
 
 
 def tell_unanswered(pages: int, of: int, reason: str) -> None:
-    """So many of the pages of the current look-up could not be asked for."""
+    """Report that ``pages`` of the ``of`` pages of the current lookup could not be determined."""
     told = _unanswered.get()
     if told is not None:
         told.pages, told.of, told.reason = told.pages + pages, told.of + of, reason
 
 
 def call_deadline(longest: float) -> float:
-    """The time.monotonic() by which the current call must have ended: ``longest`` seconds from now at the latest."""
+    """Return the time.monotonic() by which the current call must end: ``longest`` seconds from now at the latest."""
     return min(time.monotonic() + longest, _deadline.get())
 
 
 def tell_connection_lost() -> None:
-    """The current call met a store that is not reached at all."""
+    """Report that the current call could not reach the store at all."""
     told = _unanswered.get()
     if told is not None:
         told.connection_lost = True
 
 
 def is_probe() -> bool:
-    """Whether the current call is a guard's own."""
+    """Return whether the current call is a guard's own probe."""
     told = _unanswered.get()
     return told is not None and told.is_probe
 
 
 @contextmanager
 def answering_at_once() -> Iterator[None]:
-    """Calls inside come from SGLang's scheduler: look-ups end within a guarded tier's exists budget."""
+    """Mark calls inside as coming from SGLang's scheduler: lookups end within a guarded tier's exists budget."""
     token = _at_once.set(True)
     try:
         yield
@@ -84,5 +84,5 @@ def answering_at_once() -> Iterator[None]:
 
 
 def must_answer_at_once() -> bool:
-    """Whether the current call comes from SGLang's scheduler, which must not wait for a store."""
+    """Return whether the current call comes from SGLang's scheduler, which must not wait for a store."""
     return _at_once.get()

@@ -9,19 +9,19 @@ from hicache_ext.errors import StoreClosedError
 
 
 class CallGate:
-    """Counts calls under way, so that close() waits for them and later ones are refused."""
+    """Counts calls in flight, so that close() waits for them and later calls are refused."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # One entry for each call under way. Every call passes several gates: to append and to pop is a step without a
-        # lock, which would be five times as dear.
+        # One entry for each call in flight. Every call passes several gates, and append and pop need no lock, which
+        # would cost five times as much.
         self._under_way: deque[None] = deque()
         self._left = threading.Condition()
         self._closed = False
 
     def __enter__(self) -> None:
         self._under_way.append(None)
-        # Only now: shut() looks at the calls after it has closed the gate.
+        # Checked after the append, because shut() closes the gate before it looks at the calls.
         if self._closed:
             self.__exit__()
             raise StoreClosedError(self._name)
@@ -33,7 +33,7 @@ class CallGate:
                 self._left.notify_all()
 
     def shut(self) -> bool:
-        """Close the gate and wait until nobody is inside; False when it was closed already."""
+        """Close the gate and wait until no call is in flight; return False if it was already closed."""
         with self._left:
             if self._closed:
                 return False
@@ -42,7 +42,7 @@ class CallGate:
             return True
 
     def shut_within(self, seconds: float) -> bool:
-        """Close the gate; whether nobody is inside after ``seconds``."""
+        """Close the gate; return whether no call is in flight after at most ``seconds``."""
         with self._left:
             self._closed = True
             return self._left.wait_for(lambda: not self._under_way, seconds)

@@ -1,5 +1,5 @@
-"""What commands have in common: their result, which is one JSON document under ``--json``; tables; signals that end
-them in order."""
+"""Code common to commands: printing the result, which is one JSON document under ``--json``; tables; orderly
+termination by signals."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any, TextIO
 from hicache_ext.runtime.shown import shown_text
 
 JSON_ON_STANDARD_OUTPUT = Path("-")
-"""What a ``--json [FILE]`` holds that was given no file."""
+"""Value of a ``--json [FILE]`` option that was given no file."""
 
 _STANDARD_OUTPUT: ContextVar[TextIO | None] = ContextVar("_STANDARD_OUTPUT", default=None)
 
 
 @contextmanager
 def standard_output_of(arguments: object) -> Iterator[None]:
-    """For a command whose parsed arguments ask for JSON on standard output: what anybody prints meanwhile goes to
-    standard error, but for ``print_json`` of this thread."""
+    """If the parsed arguments request JSON on standard output, send all other output inside the block to standard
+    error, except ``print_json`` of this thread."""
     if getattr(arguments, "json", None) not in (True, JSON_ON_STANDARD_OUTPUT):
         yield
         return
@@ -37,7 +37,7 @@ def standard_output_of(arguments: object) -> Iterator[None]:
 
 
 def print_json(value: object, *, in_one_line: bool = False) -> None:
-    """Print a document on standard output. Numbers that JSON does not have (NaN, infinite) become null."""
+    """Print a document on standard output. Numbers that JSON lacks (NaN, infinities) become null."""
     text = json.dumps(_with_numbers_of_json(value), indent=None if in_one_line else 1, allow_nan=False)
     print(text, file=_STANDARD_OUTPUT.get() or sys.stdout, flush=True)
 
@@ -56,8 +56,8 @@ _LONGEST_CELL = 1000
 
 
 def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str], between: str = "  ") -> list[str]:
-    """Rows of equal length as lines, each cell by ``shown_text``, the first of a row at the left; ``justify``, for the
-    others: ``str.ljust`` or ``str.rjust``."""
+    """Format rows of equal length as lines, each cell by ``shown_text``. The first cell of a row is left-aligned;
+    ``justify`` aligns the others: ``str.ljust`` or ``str.rjust``."""
     rows = [tuple(shown_text(cell, _LONGEST_CELL) for cell in row) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [between.join([row[0].ljust(widths[0]), *map(justify, row[1:], widths[1:])]).rstrip() for row in rows]
@@ -65,9 +65,9 @@ def aligned(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str],
 
 @contextmanager
 def terminated_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does. A signal that is ignored (nohup) stays ignored.
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does. A signal that is ignored (nohup) stays ignored.
 
-    In the main thread; in another one it changes nothing.
+    Works in the main thread only; in others it changes nothing.
     """
 
     def stop(signal_number: int, frame: object) -> None:

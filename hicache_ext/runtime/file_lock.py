@@ -1,11 +1,11 @@
-"""Locks between processes: on bytes of a file, of an open file description (OFD locks, fcntl(2)).
+"""Locks between processes, on bytes of a file, owned by an open file description (OFD locks, fcntl(2)).
 
-The kernel takes them back when the last descriptor of the description is closed, however the process ended, and shows
+The kernel releases them when the last descriptor of the description is closed, however the process ended, and shows
 them to processes of any PID namespace. Two descriptions exclude each other within one process, too. A child made by
-``os.fork`` inherits the description and would keep the parent's locks: ``close_in_forks`` ends that.
+``os.fork`` inherits the description and would keep the parent's locks: ``close_in_forks`` prevents that.
 
-Waits are bounded: the holder may be stopped (SIGSTOP, freezer) or hang on its disk. ``ChangeLock`` is for what calls
-need: held briefly, waited for briefly. Reasons: docs/decisions/shared-directories.md.
+Waits are bounded, because the holder may be stopped (SIGSTOP, freezer) or hang on its disk. ``ChangeLock`` is for locks
+that calls hold and wait for only briefly. Reasons: docs/decisions/shared-directories.md.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from hicache_ext.runtime.background import Backoff
 logger = logging.getLogger(__name__)
 
 CHANGE_LOCK_BOUND = 1.0
-"""Seconds that a call waits for the holder of a lock, who may be stopped."""
+"""Seconds that a call waits for the holder of a lock, which may be a stopped process."""
 _OWN_THREADS_BOUND = 10.0
-"""Seconds that a call waits for other threads of its process: they run, or the processor is short."""
+"""Seconds that a call waits for other threads of its process, which make progress unless the CPU is overloaded."""
 _ATTEMPTS_AT_ONCE = 3
 _SHORT_ATTEMPTS = Backoff(0.00005, 0.001)
 
 
-# struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (0, or the kernel refuses). The same on x86-64
-# and aarch64.
+# struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (must be 0, or the kernel refuses). The same on
+# x86-64 and aarch64.
 _FLOCK = struct.Struct("@hhqqi0q")
 
 
 class Inherited(Protocol):
     def after_fork_in_child(self) -> None:
-        """Close descriptors that carry locks of the parent; replace locks of threads that the child does not have.
+        """Close descriptors that carry the parent's locks, and replace locks held by threads that the child lacks.
 
-        Must not wait, nor touch a disk: it runs inside fork.
+        Must not wait or touch a disk, because it runs inside fork.
         """
 
 
@@ -53,7 +53,7 @@ _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def close_in_forks(holder: Inherited) -> None:
-    """Have ``holder.after_fork_in_child()`` called in every child that Python forks, as long as ``holder`` lives."""
+    """Call ``holder.after_fork_in_child()`` in every child that Python forks, as long as ``holder`` lives."""
     _inherited.add(holder)
 
 
@@ -66,9 +66,9 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def try_lock_byte(fd: int, byte: int) -> bool:
-    """Take the write lock on a byte, without waiting; False when another description holds it.
+    """Take the write lock on a byte without waiting; return False if another description holds it.
 
-    ``fd`` must be open for writing. Raises OSError for anything else.
+    ``fd`` must be open for writing. Raises OSError on other failures.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
@@ -80,9 +80,9 @@ def try_lock_byte(fd: int, byte: int) -> bool:
 
 
 def lock_among(fd: int, start: int, length: int) -> tuple[int, int] | None:
-    """(start, length) of one lock that another description holds on some of these bytes; None where there is none.
+    """Return (start, length) of one lock that another description holds on some of these bytes, or None.
 
-    Reading is enough for ``fd``. Length 0 reaches to the end of any file. Raises OSError.
+    ``fd`` may be open for reading only. Length 0 reaches to the end of any file. Raises OSError.
     """
     question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     kind, _, found_start, found_length, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))
@@ -92,13 +92,13 @@ def lock_among(fd: int, start: int, length: int) -> tuple[int, int] | None:
 class OfdLock:
     """A lock on one byte of a file between processes, and between the threads of one process. Not reentrant.
 
-    Each opens a description of its own, so two of one process on one file exclude each other. A process that ends
-    gives it back, however it ends; one that is stopped keeps it. In a child that Python forked it begins anew: free,
-    whatever the parent holds. Calls raise OSError as the file system does.
+    Each instance opens its own description, so two instances on one file exclude each other within a process, too. A
+    process that ends releases it, however it ends; a stopped one keeps it. In a child that Python forked it starts
+    free, whatever the parent holds. Calls raise the OSErrors of the file system.
     """
 
     def __init__(self, file: Path, byte: int = 0) -> None:
-        """``file`` is made where it is missing. ``byte``: its offset; it need not exist."""
+        """``file`` is created if missing. ``byte``: the offset of the byte, which need not exist."""
         self._file = file
         self._byte = byte
         self._threads = threading.Lock()
@@ -110,7 +110,7 @@ class OfdLock:
             self._open()
 
     def acquire(self, within: float) -> bool:
-        """Take the lock; False where another thread or process still holds it after ``within`` seconds."""
+        """Take the lock; return False if another thread or process still holds it after ``within`` seconds."""
         deadline = time.monotonic() + within
         if not self._threads.acquire(timeout=max(0.0, within)):
             return False
@@ -123,18 +123,18 @@ class OfdLock:
         return mine
 
     def try_acquire(self) -> bool:
-        """``acquire`` without waiting."""
+        """Take the lock without waiting; return whether it was free."""
         return self.acquire(0.0)
 
     def release(self) -> None:
-        """Give the lock back. Does nothing where it is not held, as in a fork child of the holder."""
+        """Release the lock. Does nothing if it is not held, as in a forked child of the holder."""
         if not self._held:
             return
         self._held = False
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._byte, 1, 0))
         except OSError:
-            # So the kernel takes it back. The next acquire opens the file anew.
+            # Closing the file makes the kernel release the lock. The next acquire reopens it.
             self._forget()
             raise
         finally:
@@ -142,11 +142,11 @@ class OfdLock:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the file, for who holds the lock."""
+        """Return the descriptor of the file, for the holder of the lock."""
         return self._fd
 
     def close(self) -> None:
-        """Give it back, at the latest when the thread that holds it does. A second call does nothing.
+        """Close the file, at the latest when the thread that holds the lock releases it. A second call does nothing.
 
         Later acquires raise OSError.
         """
@@ -160,7 +160,7 @@ class OfdLock:
         self._forget()
 
     def _take(self, deadline: float) -> bool:
-        """Take the lock from other processes, for the one thread that is in."""
+        """Take the lock between processes; the caller holds the one between threads."""
         self._open()
         attempts = 0
         while not self._try_file():
@@ -178,7 +178,7 @@ class OfdLock:
             return False
         if os.fstat(self._fd).st_nlink:
             return True
-        # The file was removed: others lock the one that has its name now.
+        # The file was removed: others lock the file that has its name now.
         self._forget()
         self._open()
         return False
@@ -190,7 +190,7 @@ class OfdLock:
             self._fd = open_plain_file(self._file, os.O_RDWR)
 
     def _leave(self) -> None:
-        """Let the next thread in."""
+        """Release the lock between threads."""
         if self._closed:
             self._forget()
         self._threads.release()
@@ -202,10 +202,10 @@ class OfdLock:
 
 
 class ChangeLock(OfdLock):
-    """A lock for changes of what processes share. Another process is waited for at most ``bound`` seconds, once.
+    """A lock for changes of shared data. Waits for another process at most ``bound`` seconds, once.
 
-    It may be stopped. So after a wait that was in vain nobody waits: each call tries once, until one succeeds. Both
-    turns are logged once. Threads of this process go on, and are waited for. Thread-safe.
+    The other process may be stopped. So after one wait has failed, each call tries only once without waiting, until one
+    succeeds. Both transitions are logged. Threads of this process keep running, so calls wait for them. Thread-safe.
     """
 
     def __init__(
@@ -216,22 +216,22 @@ class ChangeLock(OfdLock):
         bound: float = CHANGE_LOCK_BOUND,
         threads: float = _OWN_THREADS_BOUND,
     ) -> None:
-        """``name``: what is locked, for the log. ``threads``: seconds that threads of this process are waited for."""
+        """``name``: what is locked, for the log. ``threads``: seconds to wait for threads of this process."""
         super().__init__(file, byte)
         self._name = name
         self._bound = bound
         self._threads_bound = threads
         self._stuck = False
-        """The last wait was in vain, and nobody has had the lock since."""
+        """The last wait failed, and no thread of this process has had the lock since."""
 
     def check_is_free(self, problem: str) -> None:
-        """Raises TimeoutError with ``problem`` where somebody has it and goes on with nothing, OSError."""
+        """Raise TimeoutError with ``problem`` if a holder does not release the lock in time. Raises OSError."""
         if not self.acquire(self._bound):
             raise TimeoutError(errno.ETIMEDOUT, problem)
         self.release()
 
     def acquire_to_change(self) -> bool:
-        """Raises OSError as the file system does."""
+        """Take the lock as the class describes and return whether it is held. Raises the file system's OSErrors."""
         if not self._threads.acquire(timeout=self._threads_bound):
             return False
         mine = False
@@ -240,7 +240,7 @@ class ChangeLock(OfdLock):
             mine = self._take(time.monotonic() + (0.0 if was_stuck else self._bound))
             if mine == was_stuck:
                 self._stuck = not mine
-                self._say_turn()
+                self._log_transition()
         finally:
             if not mine:
                 self._leave()
@@ -248,7 +248,7 @@ class ChangeLock(OfdLock):
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """``with lock.held() as mine: if not mine: ...``"""
+        """Hold the lock inside the block, if it can be had: ``with lock.held() as mine: if not mine: ...``."""
         mine = self.acquire_to_change()
         try:
             yield mine
@@ -256,7 +256,7 @@ class ChangeLock(OfdLock):
             if mine:
                 self.release()
 
-    def _say_turn(self) -> None:
+    def _log_transition(self) -> None:
         if self._stuck:
             logger.warning(
                 "%s has been held for %g s by another process, stopped perhaps; nothing is stored until it goes on",

@@ -1,7 +1,7 @@
-"""Which file system a path is on, by the kernel's table of mounts; whether it is this machine's alone, and whether it
+"""The file system of a path, from the kernel's mount table; whether it belongs to this machine alone, and whether it
 writes in place.
 
-The path itself is not touched: on a dead server that would wait for that server.
+The path itself is not touched, because that would hang if its server is dead.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NETWORK_FILE_SYSTEMS = {
     "virtiofs": "virtiofs, another machine's directory",
     "wekafs": "WekaFS",
 }
-"""File system types, as the kernel spells them, whose bytes come from a server or other machines; and their names for
-people. FUSE (``fuse``, ``fuseblk``, ``fuse.*``) counts too: ``Mount.is_network``."""
+"""File system types, as the kernel spells them, whose bytes come from a server or other machines, with readable names.
+FUSE (``fuse``, ``fuseblk``, ``fuse.*``) counts, too: ``Mount.is_network``."""
 
 _LOCAL_FUSE = frozenset(
     [
@@ -63,8 +63,8 @@ _LOCAL_FUSE = frozenset(
         "fuse.zfs",
     ]
 )
-"""FUSE file systems over a disk or directory of this machine. Others are mostly clients (3FS, JuiceFS, GlusterFS,
-s3fs, sshfs)."""
+"""FUSE file systems over a disk or directory of this machine. Others are mostly network clients (3FS, JuiceFS,
+GlusterFS, s3fs, sshfs)."""
 
 _LOCAL = frozenset(
     ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"],
@@ -78,40 +78,40 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of the table, and what is known of its file system; ``type`` as the kernel spells it, "unknown" where
-    it does not say."""
+    """One line of the mount table, and facts about its file system. ``type`` is spelled as by the kernel, or "unknown"
+    if the kernel does not tell."""
 
     point: str
     type: str
     source: str
     device: str = ""
-    """Of the file system, major:minor."""
+    """Device number of the file system, major:minor."""
 
     @property
     def is_network(self) -> bool:
-        """Whether a server or a daemon stands between a read and its bytes."""
+        """Return whether reads go through a server or a daemon."""
         return self.type in NETWORK_FILE_SYSTEMS or self.type.startswith("fuse")
 
     @property
     def shared(self) -> bool:
-        """Whether other machines can have the same files."""
+        """Return whether other machines can have the same files."""
         return self.is_network and self.type not in _LOCAL_FUSE
 
     @property
     def local(self) -> bool:
-        """Whether it is known to belong to this machine alone."""
-        # The kernel takes no NFS for the upper layer of an overlay, and what container runtimes put there is their
-        # host's own disk.
+        """Return whether it is known to belong to this machine alone."""
+        # The kernel does not accept NFS as the upper layer of an overlay, and container runtimes put their host's own
+        # disk there.
         return self.type in _LOCAL or self.type == "overlay"
 
     @property
     def in_place(self) -> bool:
-        """Whether it is not known to write changed blocks elsewhere."""
+        """Return whether it is not known to write changed blocks elsewhere."""
         return self.type not in _WRITES_ELSEWHERE
 
     @property
     def reason(self) -> str:
-        """Why it counts as local or not, for a log line."""
+        """Return why it counts as local or not, for a log line."""
         if self.type == "overlay":
             return "overlay, whose upper layer is a disk of the host"
         if name := NETWORK_FILE_SYSTEMS.get(self.type):
@@ -125,7 +125,7 @@ class Mount:
 
 
 def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
-    """The mounts of this process; proc(5) has the format. Raises OSError."""
+    """Read the mounts of this process; proc(5) describes the format. Raises OSError."""
     mounts: list[Mount] = []
     for line in mountinfo.read_text(errors="surrogateescape").splitlines():
         before, separator, after = line.partition(" - ")
@@ -137,20 +137,20 @@ def read_mounts(mountinfo: Path = MOUNTINFO) -> list[Mount]:
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """The mount that the absolute ``path`` is or will be on; None when the table has none. Touches nothing."""
+    """Return the mount that the absolute ``path`` is or will be on, or None if the table has none. Does no I/O."""
     wanted = os.path.normpath(path).rstrip("/") + "/"
     found: Mount | None = None
     for mount in mounts:
-        # The later one of two mounts over one point hides the other.
+        # Of two mounts over one point, the later hides the other.
         if wanted.startswith(mount.point.rstrip("/") + "/") and (found is None or len(mount.point) >= len(found.point)):
             found = mount
     return found
 
 
 def followed(path: str, mounts: Sequence[Mount]) -> str:
-    """The absolute ``path`` with its symbolic links resolved, as far as local file systems go.
+    """Return the absolute ``path`` with its symbolic links resolved, as far as local file systems go.
 
-    Nothing behind the first directory on the network is touched.
+    Touches nothing beyond the first directory on the network.
     """
     done, links = "/", 0
     parts = path.split("/")[::-1]
@@ -173,27 +173,27 @@ def followed(path: str, mounts: Sequence[Mount]) -> str:
 
 
 def mount_points(path: str, mountinfo: Path = MOUNTINFO) -> tuple[str, frozenset[str]]:
-    """Where the file system of the absolute ``path`` is mounted, and all mount points; "" and none where that is not
-    known. Symbolic links are followed; no server is asked."""
+    """Return where the file system of the absolute ``path`` is mounted ("" if unknown), and all mount points (empty if
+    unknown). Follows symbolic links without asking a server."""
     mount, mounts = _followed_mount(path, mountinfo)
     return "" if mount is None else mount.point, frozenset(mount.point for mount in mounts)
 
 
 def file_system_of(path: Path | str, mountinfo: Path = MOUNTINFO) -> Mount:
-    """The file system that the absolute ``path`` is or will be on. Never raises, and never asks a server."""
+    """Return the file system that the absolute ``path`` is or will be on. Never raises, and never asks a server."""
     return _followed_mount(str(path), mountinfo)[0] or Mount("", "unknown", "")
 
 
 def is_on_network(path: str, mountinfo: Path = MOUNTINFO) -> bool:
-    """Whether a server or a daemon stands between a read of the absolute ``path`` and its bytes. Asks no server."""
+    """Return whether reads of the absolute ``path`` go through a server or a daemon. Asks no server."""
     return file_system_of(path, mountinfo).is_network
 
 
 def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> str | None:
-    """Words for the file system of ``/`` if the absolute ``path`` is, or will be, on it; None if not, or if that is
-    unknown.
+    """Describe the file system of ``/`` if the absolute ``path`` is or will be on it; return None if it is not, or if
+    that is unknown.
 
-    Bind mounts of that file system count. Symbolic links are followed; no server is asked.
+    Bind mounts of that file system count. Follows symbolic links without asking a server.
     """
     mount, mounts = _followed_mount(path, mountinfo)
     root = mount_of("/", mounts)
@@ -206,7 +206,7 @@ def on_root_file_system(path: str, mountinfo: Path = MOUNTINFO) -> str | None:
 
 
 def _followed_mount(path: str, mountinfo: Path) -> tuple[Mount | None, list[Mount]]:
-    """The mount behind the links of ``path``, and all mounts; None and none where the table cannot be read."""
+    """Return the mount of ``path`` after following links (None if unknown), and all mounts (none if unreadable)."""
     try:
         mounts = read_mounts(mountinfo)
     except OSError:
@@ -215,5 +215,5 @@ def _followed_mount(path: str, mountinfo: Path) -> tuple[Mount | None, list[Moun
 
 
 def _unescaped(text: str) -> str:
-    """Undoes the octal escapes of blanks and the like."""
+    """Decode the octal escapes of blanks and similar characters."""
     return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), text)

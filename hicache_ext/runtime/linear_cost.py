@@ -1,4 +1,4 @@
-"""The cost of work, learnt from earlier measurements: seconds = start-up + amount x per unit."""
+"""The cost of work, learnt from earlier measurements: seconds = start-up + amount * seconds per unit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 _DECAY = 0.7
 """Weight of all earlier observations against the newest: about three count, so that a slower tier is noticed."""
 _SURPRISE = 2.0
-"""Two observations in a row off by this factor, in one direction, discard all earlier ones."""
+"""Two consecutive observations that are off by this factor in the same direction discard all earlier ones."""
 
 
 class LinearCost:
     """A line through decayed observations. Thread-safe; an observation costs about a microsecond.
 
-    Equal amounts do not determine a line. Then a smaller amount is taken to cost as much as those seen, and a larger
-    one in proportion: the upper bound of all lines through them.
+    Equal amounts do not determine a line. A smaller amount is then assumed to cost as much as those seen, and a larger
+    one proportionally more: the upper bound of all lines through them.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class LinearCost:
             self._last_point, self._last_surprise = (amount, seconds), surprise
 
     def _surprise(self, amount: float, seconds: float) -> int:
-        """1: much more than expected, -1: much less, 0 otherwise."""
+        """Return 1 if ``seconds`` is much more than expected, -1 if much less, else 0."""
         expected = self._predict(amount)
         if expected is None:
             return 0
@@ -49,17 +49,17 @@ class LinearCost:
 
     @property
     def is_surprised(self) -> bool:
-        """The last observation was far off; the next one decides whether that lasts."""
+        """Return whether the last observation was far off; the next one decides whether that lasts."""
         return self._last_surprise != 0
 
     def predict(self, amount: float) -> float | None:
-        """Seconds for ``amount``; None before the first observation."""
+        """Return the expected seconds for ``amount``; None before the first observation."""
         with self._lock:
             return self._predict(amount)
 
     def per_unit(self) -> float | None:
-        """Seconds that one more unit costs, at most; None before the first observation. Where observations do not tell
-        the start-up, all of it is taken for the cost of units."""
+        """Return an upper bound of the seconds per additional unit; None before the first observation. If observations
+        do not determine the start-up, all of the cost is attributed to units."""
         with self._lock:
             if not self._weight or not self._x:
                 return None
@@ -79,7 +79,7 @@ class LinearCost:
         return start_up + slope * amount
 
     def _slope(self) -> float | None:
-        """None where the amounts are about equal, and determine no line."""
+        """Return the slope, or None if the amounts are about equal and determine no line."""
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
         covariance = self._xy / self._weight - mean_x * mean_y

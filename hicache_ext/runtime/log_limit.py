@@ -1,4 +1,4 @@
-"""One line for trouble that may come a thousand times a second."""
+"""Rate-limited log lines for problems that may occur a thousand times a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_KINDS = 256
 
 
 class LimitedLog:
-    """Logs each kind of trouble at once, and again after ``pause`` seconds with the number of lines left out between.
+    """Logs each kind of problem immediately, and again after ``pause`` seconds with the number of lines omitted since.
 
     Threads: any.
     """
@@ -25,10 +25,10 @@ class LimitedLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._kinds: dict[str, tuple[float, int]] = {}
-        """Kind -> when it was logged last, lines left out since."""
+        """Kind -> (time when it was last logged, lines left out since)."""
 
     def log(self, level: int, kind: str, message: str, *arguments: Any, exc_info: Any = None) -> bool:
-        """Whether the line was logged. ``kind`` says which lines are alike; the message may differ."""
+        """Log the line unless one of its ``kind`` was logged recently; return whether it was logged."""
         now = self._clock()
         with self._lock:
             last, left_out = self._kinds.pop(kind, (-float("inf"), 0))

@@ -1,7 +1,7 @@
 """The processes that use a directory: each holds a lock on one byte of an empty file there.
 
-The byte's offset is the process' random id. The kernel takes the lock back when the process ends, however it ends, so
-an id is alive exactly while its byte is locked: in any PID or UTS namespace, and also while the process is stopped.
+The byte's offset is the random id of the process. The kernel releases the lock when the process ends, however it ends,
+so an id is alive exactly while its byte is locked: in any PID or UTS namespace, and also while the process is stopped.
 Reasons: docs/decisions/shared-directories.md.
 """
 
@@ -20,18 +20,18 @@ from hicache_ext.runtime.file_lock import close_in_forks, lock_among, try_lock_b
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 ID_LIMIT = 1 << 40
-"""Ids are from 1 to this, exclusive. Locks on byte 0, and from this one on, are free for other use."""
+"""Ids range from 1 to this, exclusive. Locks on byte 0, and on bytes from this one on, are free for other uses."""
 
 
 class Members:
-    """One membership, taken when it is made. Thread-safe. Calls raise OSError as the file system does.
+    """One membership, which begins on construction. Thread-safe. Calls raise the OSErrors of the file system.
 
-    In a child that Python forked it takes an id of its own as soon as it is used there; so ``id`` is asked for anew at
-    each use, not kept.
+    In a child that Python forked it takes a new id on first use there, so callers must read ``id`` for each use instead
+    of keeping it.
     """
 
     def __init__(self, path: Path) -> None:
-        """``path``: the file, made where it is missing."""
+        """``path``: the file, which is created if missing."""
         self._path = path
         self._lock = threading.Lock()
         self._closed = False
@@ -43,15 +43,15 @@ class Members:
 
     @property
     def id(self) -> int:
-        """This member: random, below 2**40, never 0."""
+        """Return the id of this member: random, below 2**40, never 0."""
         with self._lock:
             self._join()
             return self._id
 
     def is_alive(self, member: int) -> bool:
-        """Whether the process with this id may be running, itself included. Raises nothing.
+        """Return whether the process with this id, possibly this one, may be running. Raises nothing.
 
-        True, too, where the lock cannot be read: a live process must never be taken for dead.
+        Also True if the lock cannot be read, because a live process must never be taken for dead.
         """
         if not 0 < member < ID_LIMIT:
             return False
@@ -63,9 +63,9 @@ class Members:
             return True
 
     def renew(self) -> None:
-        """Join anew, with another id, if the file was removed: who came since sees only members of the new one.
+        """Rejoin with another id if the file was removed, because processes that came later see only the new file.
 
-        For who keeps no id anywhere but in files that were removed with it.
+        For callers that keep ids only in files that were removed together with it.
         """
         with self._lock:
             self._join()
@@ -74,18 +74,18 @@ class Members:
                 self._join()
 
     def close(self) -> None:
-        """Leave. A second call does nothing. Afterwards ``is_alive`` says True of everybody, other calls raise."""
+        """Leave. A second call does nothing. Afterwards ``is_alive`` always returns True, and other calls raise."""
         with self._lock:
             self._closed = True
             self._leave()
 
     def after_fork_in_child(self) -> None:
-        # The parent's lock lives as long as any descriptor of it, so also through the child's.
+        # The parent's lock lives as long as any of its descriptors, including the child's.
         self._lock = threading.Lock()
         self._leave()
 
     def _join(self) -> None:
-        """Under the lock of threads."""
+        """Take an id unless there is one. The thread lock is held."""
         if self._closed:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), str(self._path))
         if self._all >= 0:
@@ -95,14 +95,14 @@ class Members:
             self._id = _new_id()
             while not try_lock_byte(self._own, self._id):
                 self._id = _new_id()
-            # A second description, which sees the first one's lock, too. By the path it could be another file now.
+            # A second description, which can see the first one's lock. Opening by path could find another file by now.
             self._all = os.open(f"/proc/self/fd/{self._own}", os.O_RDONLY | os.O_CLOEXEC)
         except BaseException:
             self._leave()
             raise
 
     def _leave(self) -> None:
-        # Forgotten before they are closed: a number is given to another file at once.
+        # Forget the descriptors before closing them, because their numbers are reused immediately.
         fds, self._own, self._all = (self._own, self._all), -1, -1
         for fd in fds:
             if fd >= 0:
@@ -110,9 +110,9 @@ class Members:
 
 
 def living_members(path: Path) -> list[int]:
-    """The ids of the processes that use the directory with the file ``path``, for those who only look.
+    """Return the ids of the processes that use the directory with the file ``path``, for observers.
 
-    Makes nothing; none where the file is missing, or something else has its name. Raises OSError.
+    Creates nothing; returns none if the file is missing or not a plain file. Raises OSError.
     """
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -124,7 +124,7 @@ def living_members(path: Path) -> list[int]:
 
 
 def boot_id() -> str | None:
-    """The kernel's name of this boot of the machine; None where it does not tell."""
+    """Return the kernel's id of this boot of the machine, or None if it does not tell."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -142,7 +142,7 @@ def _locked_bytes(fd: int) -> list[int]:
         start, end = ranges.pop()
         if start >= end:
             continue
-        # The kernel names one lock of perhaps many: look on both sides of it.
+        # The kernel reports only one of possibly many locks, so search on both sides of it.
         lock = lock_among(fd, start, end - start)
         if lock is None:
             continue

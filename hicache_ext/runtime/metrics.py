@@ -1,7 +1,7 @@
 """Counters of one tier and the bridge to SGLang's StorageMetrics.
 
-Counting happens once per batch on SGLang's storage threads. Reading must cost nearly nothing, since SGLang's scheduler
-asks thousands of times a second: ``TransferSamples`` needs no lock.
+Counting happens once per batch on SGLang's storage threads. Reading must cost next to nothing, because SGLang's
+scheduler reads thousands of times a second: ``TransferSamples`` needs no lock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 LATENCY_BOUNDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Upper bounds in seconds of the buckets of every latency histogram; one more bucket is above the last."""
+"""Upper bounds, in seconds, of the buckets of every latency histogram; one more bucket lies above the last."""
 
 Observer = Callable[[str, float], None]
 """Called with an operation and its seconds, on the thread that measured them."""
@@ -20,10 +20,10 @@ Observer = Callable[[str, float], None]
 class TierMetrics:
     """Monotonic counters of one tier, keyed (event, reason), e.g. ("get", "hit") or ("corrupt", "checksum").
 
-    Also levels (bytes in a queue) and latencies of whole calls, which go to who watches. Thread-safe. ``add`` costs
-    about a microsecond; callers add per batch, not per page, where they can.
+    Also levels (bytes in a queue) and latencies of whole calls, which observers receive. Thread-safe. ``add`` costs
+    about a microsecond; callers add per batch, not per page, if they can.
 
-    Counters of something that is no tier (the pull rule, the decode writer) have a ``prefix`` for the exported names.
+    Counters of other components (the pull rule, the decode writer) have a ``prefix`` for the exported names.
     """
 
     def __init__(self, tier: str, *, prefix: str = "") -> None:
@@ -39,7 +39,7 @@ class TierMetrics:
     def declare(self, counts: Mapping[str, Iterable[str]], operations: Iterable[str] = ()) -> None:
         """Create these counts (event -> reasons) and the latencies of these operations at 0.
 
-        A rate does not see the first event of a series that begins with it.
+        Otherwise a rate would miss the event with which a series begins.
         """
         with self._lock:
             for event, reasons in counts.items():
@@ -70,10 +70,10 @@ class TierMetrics:
             return dict(self._counts)
 
     def growth(self) -> Iterator[tuple[str, str, int]]:
-        """Yield (event, reason, amount) of what was counted since the last time. For one exporter: nothing comes twice,
-        and that at which a loop ends with an error comes the next time.
+        """Yield (event, reason, amount) for counts that grew since the last time. For one exporter: no growth is
+        yielded twice, and an item whose processing raised is yielded again next time.
 
-        A new count comes even at 0, so that its series exists from the start.
+        A new count is yielded even at 0, so that its series exists from the start.
         """
         for key, count in self.snapshot().items():
             if count != (before := self._passed_on.get(key)):
@@ -81,7 +81,7 @@ class TierMetrics:
                 self._passed_on[key] = count
 
     def set_level(self, name: str, reason: str, value: float) -> None:
-        """Something that goes up and down: ("queue_bytes", "promotion")."""
+        """Set a value that goes up and down, e.g. ("queue_bytes", "promotion")."""
         with self._lock:
             self._levels[name, reason] = value
 
@@ -90,14 +90,14 @@ class TierMetrics:
             return dict(self._levels)
 
     def observe(self, operation: str, seconds: float) -> None:
-        """One call of ``operation`` took ``seconds``."""
+        """Record that one call of ``operation`` took ``seconds``."""
         with self._lock:
             self._calls[operation] += 1
         for observer in self._observers:
             observer(operation, seconds)
 
     def calls(self) -> dict[str, int]:
-        """How many calls of each operation were observed."""
+        """Return how many calls of each operation were observed."""
         with self._lock:
             return dict(self._calls)
 
@@ -112,9 +112,9 @@ class TierMetrics:
 
 
 class TransferSamples:
-    """Pages and bandwidth of transfers finished since the last ``drain``, as SGLang's StorageMetrics wants them.
+    """Pages and bandwidths of transfers finished since the last ``drain``, in the form SGLang's StorageMetrics needs.
 
-    Written by storage threads, drained by the scheduler thread. Bounded: undrained, the oldest ones are dropped.
+    Written by storage threads, drained by the scheduler thread. Bounded: if undrained, the oldest samples are dropped.
     """
 
     _LIMIT = 4096
@@ -124,7 +124,7 @@ class TransferSamples:
         self._bandwidths: deque[float] = deque(maxlen=self._LIMIT)
 
     def record(self, pages: int, payload_bytes: int, seconds: float) -> None:
-        """One transfer of ``pages`` pages and ``payload_bytes`` bytes in ``seconds``; bandwidth is GB/s (1e9)."""
+        """Record a transfer of ``pages`` pages and ``payload_bytes`` bytes in ``seconds``; bandwidth is GB/s (1e9)."""
         self._pages.append(pages)
         if payload_bytes and seconds > 0:
             self._bandwidths.append(payload_bytes / seconds / 1e9)
@@ -134,6 +134,6 @@ class TransferSamples:
         return not self._pages
 
     def drain(self) -> tuple[list[int], list[float]]:
-        # What others append meanwhile stays for the next call.
+        # Samples appended in the meantime stay for the next call.
         pages = [self._pages.popleft() for _ in range(len(self._pages))]
         return pages, [self._bandwidths.popleft() for _ in range(len(self._bandwidths))]

@@ -1,13 +1,13 @@
-"""One pool of threads for everything that is done beside the caller.
+"""A thread pool for all work besides the caller's.
 
-``run``: pieces of one call, done in parallel with the help of the caller, who waits for all of them.
-``share``: pieces of one call that wait for a medium. The calls under way take turns, a piece each; the caller leaves at
-its deadline.
-``start``: one call on a thread of its own, which the caller may leave behind.
+``run``: does the pieces of one call in parallel with the help of the caller, who waits for all of them.
+``share``: does pieces of one call that wait for a medium. The calls in flight take turns, one piece each; the caller
+leaves at its deadline.
+``start``: does one call on a separate thread, which the caller may leave behind.
 
-The threads are daemons, and no pool of concurrent.futures would do: it is joined when the interpreter exits, and a call
-that hangs for ever would keep the server from stopping. Its futures cost 20 us a piece, too, where a batch of small
-pages takes 500 (docs/decisions/rooms.md has the costs here).
+The threads are daemons. A pool of concurrent.futures would not do: the interpreter joins it on exit, so a call that
+hangs forever would keep the server from stopping. Its futures also cost 20 us per piece, while a batch of small pages
+takes 500 us (docs/decisions/rooms.md has the costs here).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _MOST_IDLE = 8
-"""Threads of a pool that grows which are kept for the next calls."""
+"""Most idle threads that a growing pool keeps for the next calls."""
 
 _alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
 
 
 def run_alone() -> None:
-    """From now on, in this context, ``run`` of any pool asks no other thread for help: this thread is one of as many as
-    there are processors, and more of them would take them from each other."""
+    """Make ``run`` of any pool use only the calling thread, in this context from now on: there are already as many
+    threads as processors, and more would compete for them."""
     _alone.set(True)
 
 
@@ -58,7 +58,7 @@ class _Pieces:
             self._ended.acquire()
 
     def help(self) -> bool:
-        """Do all that is left; False: there is no more to begin. Never raises what the work raises."""
+        """Do all remaining pieces; return False: there are none left to begin. Never raises what the work raises."""
         while (piece := next(self._next)) < self._count:
             try:
                 self._results[piece] = self._work(piece)
@@ -69,7 +69,7 @@ class _Pieces:
         return False
 
     def finish(self) -> list[Any]:
-        """Help, then wait: the results, in order, or what one of them raised, once every piece has ended."""
+        """Help, wait until every piece has ended, and return the results in order, or re-raise a piece's exception."""
         self.help()
         interrupt: KeyboardInterrupt | None = None
         while True:
@@ -77,7 +77,7 @@ class _Pieces:
                 with self._ended:
                     break
             except KeyboardInterrupt as error:
-                # Others still move what the caller would take back: memory, and descriptors.
+                # Other threads still use the memory and descriptors that the caller would release.
                 interrupt = error
         if interrupt is not None:
             raise interrupt
@@ -89,8 +89,8 @@ class _Pieces:
 class Call(Generic[Result]):
     """Work on other threads that its caller may leave behind: ``work(position, call)`` for each position, in order.
 
-    Nothing can interrupt what was begun. It goes on to its own end, finds the call over, may not touch the call's
-    memory any more (``memory``), and its result is dropped.
+    Work that has begun cannot be interrupted. It runs on after the call is over, but may no longer touch the call's
+    memory (``memory``), and its result is dropped.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Call(Generic[Result]):
         on_late_end: Callable[[], None] | None = None,
         left_behind: list[None] | None = None,
     ) -> None:
-        """``left_behind`` has one entry more while the call goes on without its caller."""
+        """``left_behind`` has one more entry while the call goes on without its caller."""
         self.results: list[Result | None] = [None] * count
-        """None where the work has not ended in time, was not begun because the call was stopped, or raised."""
+        """Results by position; None if the work did not end in time, was not begun after ``stop``, or raised."""
         self.error: BaseException | None = None
-        """What the work raised last."""
+        """The last exception that the work raised."""
         self._work = work
         self._on_late_end = on_late_end
         self._left_behind = [] if left_behind is None else left_behind
@@ -118,19 +118,19 @@ class Call(Generic[Result]):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it is running or still to begin."""
+        """Return whether no position is running or still to begin."""
         with self._changed:
             return self._is_done()
 
     def stop(self, end: int = 0) -> None:
-        """Begin no position from ``end`` on that was not begun yet."""
+        """Begin no further positions from ``end`` on."""
         with self._changed:
             self._end = min(self._end, max(end, self._next))
             self._changed.notify_all()
 
     @contextmanager
     def memory(self) -> Iterator[bool]:
-        """Around every touch of the call's memory: False when the call is over and the memory is not ours any more."""
+        """Guard every access to the call's memory: yield False if the call is over and the memory is no longer ours."""
         with self._changed:
             mine = not self._over
             self._in_memory += mine
@@ -140,15 +140,15 @@ class Call(Generic[Result]):
             if mine:
                 with self._changed:
                     self._in_memory -= 1
-                    # Nobody else waits for that, and to be woken once per page costs the caller's turn of the GIL.
+                    # Only then somebody waits for this; waking the caller once per page would cost it the GIL.
                     if self._over:
                         self._changed.notify_all()
 
     def ended_within(self, seconds: float, *, begin_no_more: bool = False) -> bool:
-        """Wait; False leaves the call to itself: ``on_late_end`` is called once, when it has ended.
+        """Wait; if this returns False, the call is left behind, and ``on_late_end`` is called once when it has ended.
 
-        ``begin_no_more``: of what is left behind, positions that were not begun never will be. From the return on
-        nothing touches the call's memory, and ``results`` and ``error`` do not change.
+        ``begin_no_more``: positions that were not begun never will be. After the return nothing touches the call's
+        memory, and ``results`` and ``error`` do not change.
         """
         with self._changed:
             done = self._changed.wait_for(self._is_done, max(0.0, min(seconds, threading.TIMEOUT_MAX)))
@@ -158,18 +158,18 @@ class Call(Generic[Result]):
                 self._left_behind.append(None)
             if begin_no_more:
                 self._end = self._next
-            # A copy in memory takes microseconds: this wait is no wait for a medium.
+            # A copy in memory takes microseconds, so this does not wait for a medium.
             self._changed.wait_for(lambda: self._in_memory == 0)
             return done
 
     def result(self) -> Result:
-        """Of the only position; raises what it raised. Only after ``ended_within`` was True."""
+        """Return the result of the only position, or raise its exception. Only after ``ended_within`` was True."""
         if self.error is not None:
             raise self.error
         return self.results[0]  # type: ignore[return-value]  # it has ended
 
     def help(self) -> bool:
-        """Do one position; whether there is more to begin. Never raises what the work raises."""
+        """Do one position and return whether there are more to begin. Never raises what the work raises."""
         with self._changed:
             if self._next >= self._end:
                 return False
@@ -180,7 +180,7 @@ class Call(Generic[Result]):
         error: BaseException | None = None
         try:
             result = self._work(position, self)
-        except BaseException as raised:  # noqa: BLE001 - also what is no Exception: a panic inside a client library
+        except BaseException as raised:  # noqa: BLE001 - includes a panic inside a client library
             error = raised
         with self._changed:
             self._running -= 1
@@ -205,13 +205,13 @@ class Call(Generic[Result]):
 
 
 class ThreadPool:
-    """Threads: any."""
+    """A pool of daemon threads. Threads: any."""
 
     def __init__(self, name: str, threads: int | None = None, *, niceness: int = 0) -> None:
-        """``threads``: how many, started now; raises RuntimeError when the machine has none left. None: ``start`` and
-        ``run`` make as many as are needed at once, and some are kept.
+        """``threads``: how many to start now; raises RuntimeError when the machine has none left. None: ``start`` and
+        ``run`` make as many as are needed at the same time, and some are kept.
 
-        ``niceness`` is added to that of the process, for calls that spin while they wait: work goes first.
+        ``niceness`` is added to that of the process, for calls that spin while they wait, so that real work goes first.
         """
         self._name = name
         self._niceness = niceness
@@ -231,17 +231,17 @@ class ThreadPool:
 
     @property
     def left_behind(self) -> int:
-        """Calls of ``start`` that were left by their callers and have not ended."""
+        """Return how many calls of ``start`` were left by their callers and have not ended."""
         return len(self._left_behind)
 
     def run(self, count: int, work: Callable[[int], Any], at_once: int | None = None) -> list[Any]:
-        """``work(0..count-1)`` by this thread and the others, ``at_once`` of them at most; returns, or raises, only
-        when all of it has ended."""
+        """Run ``work(0..count-1)`` on this thread and others, at most ``at_once`` in total; return the results, or
+        raise, only when all have ended."""
         if count <= 1 or _alone.get():
             return [work(i) for i in range(count)]
         job = _Pieces(count, work)
         if self._grows:
-            # Closed meanwhile, or no thread to be had: the caller does it.
+            # If the pool was closed or no thread can be started, the caller does the work.
             with contextlib.suppress(RuntimeError):
                 for _ in range(min(at_once or count, count) - 1):
                     self._submit(job)
@@ -253,7 +253,7 @@ class ThreadPool:
     def share(
         self, count: int, work: Callable[[int, Call[Result]], Result | None], seconds: float
     ) -> tuple[list[Result | None], bool]:
-        """``work(position, call)`` for all positions, for at most ``seconds``; results, and whether all have ended."""
+        """Run ``work(position, call)`` for all positions, for at most ``seconds``; return results and if all ended."""
         if count == 0:
             return [], True
         call = Call(count, work)
@@ -267,7 +267,7 @@ class ThreadPool:
         return call.results, done
 
     def start(self, work: Callable[[], Result], on_late_end: Callable[[], None] | None = None) -> Call[Result]:
-        """Begin ``work`` on a thread of its own; of a pool that grows.
+        """Begin ``work`` on a separate thread. Only for growing pools.
 
         Raises RuntimeError when the machine has no thread left, or after close.
         """
@@ -276,7 +276,7 @@ class ThreadPool:
         return call
 
     def close(self, seconds: float | None = None) -> int:
-        """End the threads; the number of those that were still in a call after ``seconds``. They end with it."""
+        """End the threads; return how many were still in a call after ``seconds``. Those end with their calls."""
         with self._lock:
             self._closed = True
             threads = list(self._threads)
@@ -304,7 +304,7 @@ class ThreadPool:
 
     def _serve(self) -> None:
         if self._niceness:
-            # On Linux of this thread alone. A sandbox may forbid it.
+            # On Linux this affects only this thread. A sandbox may forbid it.
             with contextlib.suppress(OSError):
                 os.nice(self._niceness)
         while (job := self._jobs.get()) is not None:
@@ -325,13 +325,13 @@ class ThreadPool:
 def call_within(
     seconds: float, name: str, work: Callable[[], Result], on_late_end: Callable[[], None] | None = None
 ) -> Call[Result] | None:
-    """``work`` on a thread of its own, once: the call if it has ended in time, None if it is left behind.
+    """Run ``work`` once on a separate thread; return the call if it ended in time, None if it is left behind.
 
     Raises RuntimeError when the machine has no thread left.
     """
     pool = ThreadPool(name)
     call = pool.start(work, on_late_end)
     ended = call.ended_within(seconds)
-    # Of a call that has ended the thread has nothing left to do.
+    # After a call that has ended, the thread has nothing left to do, so this does not block.
     pool.close(None if ended else 0)
     return call if ended else None

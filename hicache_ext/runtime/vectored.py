@@ -10,17 +10,17 @@ IOV_MAX = 1024
 
 
 def read_into(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-    """Fill ``buffers`` from ``fd`` at ``offset``; the number of bytes read, short only at the end of the file.
+    """Fill ``buffers`` from ``fd`` at ``offset``; return the number of bytes read, short only at the end of the file.
 
-    ``flags`` as preadv2 has them. Raises OSError as preadv does.
+    ``flags`` are those of preadv2. Raises OSError as preadv does.
     """
     return _transfer(os.preadv, fd, buffers, offset, flags)
 
 
 def write_from(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-    """Write all of ``buffers`` to ``fd`` at ``offset``; the number of bytes written, always all of them.
+    """Write all of ``buffers`` to ``fd`` at ``offset``; return the number of bytes written, always all of them.
 
-    ``flags`` as pwritev2 has them. Raises OSError as pwritev does.
+    ``flags`` are those of pwritev2. Raises OSError as pwritev does.
     """
     return _transfer(os.pwritev, fd, buffers, offset, flags)
 
@@ -33,7 +33,7 @@ def _transfer(
     flags: int,
 ) -> int:
     done = 0
-    # Empty buffers would look like the end of the file where 1,024 of them come in a row.
+    # 1,024 empty buffers in a row would look like the end of the file.
     pending = [buffer for buffer in buffers if buffer.nbytes]
     while pending:
         moved = call(fd, pending[:IOV_MAX], offset + done, flags)
@@ -45,7 +45,7 @@ def _transfer(
 
 
 def after(buffers: list[memoryview], moved: int) -> list[memoryview]:
-    """What is left of ``buffers`` once ``moved`` bytes are done."""
+    """Return what remains of ``buffers`` after ``moved`` bytes."""
     for position, buffer in enumerate(buffers):
         if moved < buffer.nbytes:
             return [buffer[moved:], *buffers[position + 1 :]]

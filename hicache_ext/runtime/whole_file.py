@@ -1,8 +1,8 @@
-"""Small files that are whole or absent, also after a power loss.
+"""Small files that are whole or absent, even after a power loss.
 
 A rename alone is not enough: the disk may have the new name before the bytes, and the file is then empty. So the bytes
 are synced first, then the file gets its name, then the directory is synced. That costs two round trips to the disk
-(milliseconds, more under load): nothing is written so per page, and on SGLang's scheduler thread only with
+(milliseconds, more under load), so no pages are written this way, and SGLang's scheduler thread uses it only with
 ``sync=False``. Reasons: docs/decisions/shared-directories.md.
 """
 
@@ -22,18 +22,18 @@ from typing import Any
 from hicache_ext.runtime.access import open_file, opened, sync_directory
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV)
-"""Errors of file systems without hard links, or with none from one directory to another."""
+"""Errors of file systems without hard links, or without hard links between directories."""
 
 FileSignature = tuple[int, int, int, int]
 
 LARGEST_SMALL = 128 << 20
-"""Bytes: more than a pin of a million pages."""
+"""Most bytes of a small file: more than a pin of a million pages takes."""
 
 
 def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
     """Replace the file at ``path`` by ``text``; readers see the old file or the new one. Raises OSError.
 
-    Without ``sync`` a power loss within half a minute may leave an empty file, unless ``sync_whole`` comes after.
+    Without ``sync``, a power loss within half a minute may leave an empty file, unless ``sync_whole`` is called.
     """
     temporary = _write_beside(path, text, sync)
     try:
@@ -46,9 +46,9 @@ def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
 
 
 def create_whole(path: Path, text: str) -> bool:
-    """``write_whole``, unless ``path`` exists: then False. Raises OSError.
+    """Create the file at ``path`` like ``write_whole``; return False if ``path`` exists. Raises OSError.
 
-    Of two processes exactly one creates it, where the file system has hard links.
+    If the file system has hard links, exactly one of two concurrent processes creates it.
     """
     temporary = _write_beside(path, text, sync=True)
     try:
@@ -62,9 +62,9 @@ def create_whole(path: Path, text: str) -> bool:
 
 
 def link_new(source: Path | str, target: Path | str) -> None:
-    """Give a file another name that nothing has; where the file system has no hard links, in place of its own. Raises
-    OSError; FileExistsError where something has it. Without links two that do it at the same moment may both succeed,
-    of which the last one stays."""
+    """Link a file to an unused name; if the file system has no hard links, rename it instead. Raises OSError;
+    FileExistsError if the name is taken. Without hard links, two simultaneous callers may both succeed, and the last
+    one wins."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -76,7 +76,7 @@ def link_new(source: Path | str, target: Path | str) -> None:
 
 
 def sync_whole(path: Path) -> None:
-    """Sync what ``write_whole`` wrote with ``sync=False``. Raises OSError."""
+    """Sync a file that ``write_whole`` wrote with ``sync=False``. Raises OSError."""
     with suppress(FileNotFoundError):
         with opened(path) as fd:
             os.fsync(fd)
@@ -84,8 +84,8 @@ def sync_whole(path: Path) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """The content of a small file; empty where one that has grown beyond all measure has its name, or no plain file:
-    reading a pipe would wait for ever. Raises OSError, FileNotFoundError for nothing."""
+    """Return the content of a small file; empty if it is larger than ``LARGEST_SMALL`` or not a plain file, because
+    reading a pipe would block forever. Raises OSError; FileNotFoundError if it is missing."""
     try:
         with opened(path) as fd:
             status = os.fstat(fd)
@@ -100,7 +100,7 @@ def read_small(path: Path) -> bytes:
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a small file; None where the file is missing or holds no JSON object."""
+    """Return the JSON object in a small file, or None if the file is missing or holds no JSON object."""
     try:
         return parsed(read_small(path))
     except OSError:
@@ -108,7 +108,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
 
 
 def parsed(content: bytes) -> dict[str, Any] | None:
-    """The JSON object in the bytes of a file; None for anything else."""
+    """Return the JSON object in the bytes of a file, or None for anything else."""
     try:
         document = json_in(content)
     except ValueError:
@@ -117,9 +117,8 @@ def parsed(content: bytes) -> dict[str, Any] | None:
 
 
 def file_signature(file: str | os.PathLike[str]) -> FileSignature | None:
-    """Changes with every write of a file, also where it is a link to another one by then (a Kubernetes ConfigMap).
-
-    None where it cannot be seen.
+    """Return a value that changes with every write of a file, or when it becomes a link to another one (a Kubernetes
+    ConfigMap). None if it cannot be determined.
     """
     try:
         status = os.stat(file)
@@ -135,16 +134,16 @@ def _finite(word: str) -> float:
 
 
 def number_of(value: object) -> float:
-    """Return a number of a JSON document. Raises ValueError for anything else: a text may spell NaN, true is not 1."""
+    """Return a number of a JSON document. Raises ValueError for anything else: a string, NaN, or a boolean."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(value)
     return float(value)
 
 
 def json_in(text: str | bytes, number: Callable[[str], float] = _finite) -> Any:
-    """Return the JSON value in a text that anybody may have written. Raises ValueError, whatever is wrong.
+    """Return the JSON value in untrusted text. Raises ValueError, whatever is wrong.
 
-    ``number`` makes a float of its text; the default refuses infinity and NaN.
+    ``number`` converts text to a float; the default refuses infinity and NaN.
     """
     try:
         return json.loads(text, parse_constant=number, parse_float=number)
@@ -153,7 +152,7 @@ def json_in(text: str | bytes, number: Callable[[str], float] = _finite) -> Any:
 
 
 def _write_beside(path: Path, text: str, sync: bool) -> Path:
-    # By chance: processes in containers of their own may have equal pids.
+    # A random part is needed because processes in different containers may have equal pids.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.randbelow(1 << 63)}")
     fd = open_file(temporary, os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW)
     try:

@@ -154,7 +154,7 @@ def test_a_page_that_arrives_with_other_bytes_each_time_stays_and_is_absent_for_
     assert suspects.wait(PATIENCE)
     assert pool.objects and suspects.hides(key)
     assert settled(suspects, key) is Verdict.UNCLEAR
-    clock.now += bad_pages._KEPT_IN_MIND
+    clock.now += bad_pages._HIDDEN_SECONDS
     assert not suspects.hides(key)
 
 

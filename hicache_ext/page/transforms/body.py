@@ -1,4 +1,4 @@
-"""One page through its transforms: from its segments to the bytes that a medium stores, and back.
+"""The transforms of one page: from its segments to the bytes that a medium stores, and back.
 
 Pure; any thread. The GIL is not held while pages are copied, sealed and unsealed.
 """
@@ -18,11 +18,11 @@ from hicache_ext.page.transforms.header import HEADER_LENGTH, RAW, Header
 from hicache_ext.page.transforms.sealing import SealKey, SealMode, fastest_cipher
 
 Room = Callable[[int], memoryview]
-"""Memory of the caller's, of so many bytes, until it asks again."""
+"""Returns memory of the caller with this many bytes, valid until the next call."""
 
 
 def encoded(codec: PageCodec, paying: Paying | None, segments: Sequence[memoryview], room: Room) -> memoryview | None:
-    """The page encoded, in memory of its own; None where it is to be stored as it is. ``room``: for its payload."""
+    """Return the encoded page in new memory; None if it is to be stored unencoded. ``room``: memory for its payload."""
     payload = in_one_piece(segments, room)
     if paying is not None and not paying.pays(codec, payload):
         return None
@@ -40,7 +40,7 @@ def write(
     salt: bytes,
     room: Room,
 ) -> None:
-    """Fill ``stored`` with a page in this form. ``body``: the encoded page, of a form with a codec."""
+    """Fill ``stored`` with a page in this form. ``body``: the encoded page, if the form has a codec."""
     payload = sum([segment.nbytes for segment in segments])
     length = payload if body is None else body.nbytes
     code = RAW if form.codec is None else form.codec.code
@@ -55,7 +55,7 @@ def write(
     if form.hides:
         plain = in_one_piece(pieces, room)
     else:
-        # The seal is of the copy: should the page change meanwhile, what is stored can still be trusted.
+        # The seal covers the copy, so the stored page is consistent even if the page changes in the meantime.
         plain = None
         gather(pieces, stored[HEADER_LENGTH : head.body_end])
     if form.key is not None:
@@ -63,11 +63,11 @@ def write(
 
 
 def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[memoryview], room: Room) -> str | None:
-    """Write the page into ``segments`` if ``stored`` is it, in this form; else why it is not, and they may hold
-    anything that has a right seal.
+    """Write the page into ``segments`` if ``stored`` is that page in this form. Otherwise return why not; ``segments``
+    may then hold any data with a valid seal.
 
-    The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (one that is not
-    its page's), ``seal_cipher`` (which cannot be had here), ``payload_length``, and those of codecs.
+    The reasons are those of ``header.decode``, ``unsealed``, ``seal_form``, ``seal_key``, ``seal_tag`` (not the tag of
+    this page), ``seal_cipher`` (not available here), ``payload_length``, and those of codecs.
     """
     payload = sum([segment.nbytes for segment in segments])
     head = _header(stored, form)
@@ -82,7 +82,7 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
         reason = form.key.unseal(head, stored_key, stored, plain)
         if reason is not None:
             if plain is not None:
-                # The cipher has written what nobody has vouched for.
+                # The cipher has written unauthenticated data.
                 np.frombuffer(plain, np.uint8).fill(0)
             return reason
         body = body if plain is None else plain
@@ -99,7 +99,7 @@ def read(stored: memoryview, stored_key: bytes, form: Form, segments: Sequence[m
 
 
 def reason_it_is_not_sealed(stored: memoryview, stored_key: bytes, form: Form) -> str | None:
-    """Why a stored page is not one in this form as it was sealed; None where it is. For tools: it is not decoded."""
+    """Return why a stored page is not validly sealed in this form, or None if it is. For tools: does not decode it."""
     head = _header(stored, form)
     if isinstance(head, str):
         return head
@@ -107,7 +107,7 @@ def reason_it_is_not_sealed(stored: memoryview, stored_key: bytes, form: Form) -
 
 
 def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: SealMode) -> bool:
-    """Whether a stored page is as it was sealed with this key in this mode, whatever form its name stands for."""
+    """Return whether a stored page has a valid seal of this key in this mode, regardless of the form of its name."""
     try:
         head = headers.decode(stored)
     except FormatError:
@@ -116,11 +116,11 @@ def is_sealed_with(stored: memoryview, stored_key: bytes, key: SealKey, mode: Se
 
 
 def _header(stored: memoryview, form: Form) -> Header | str:
-    """The header of a stored page, or why the page has not this form."""
+    """Return the header of a stored page, or why the page does not have this form."""
     try:
         head = headers.decode(stored)
     except FormatError as error:
-        # What has no such header is a page as it was before anybody sealed any.
+        # A page without such a header dates from before the tier had a seal.
         return "unsealed" if form.key is not None and error.reason == "transform" else error.reason
     if head.codec != (RAW if form.codec is None else form.codec.code):
         return "codec"
@@ -135,7 +135,7 @@ def _header(stored: memoryview, form: Form) -> Header | str:
 
 
 def in_one_piece(segments: Sequence[memoryview], room: Room) -> memoryview:
-    """The page's payload as it is in memory, or else as a copy."""
+    """Return the page's payload as contiguous memory: the segment itself if there is only one, else a copy."""
     if len(segments) == 1:
         return segments[0]
     whole = room(sum([segment.nbytes for segment in segments]))

@@ -1,30 +1,29 @@
-"""Codecs: pages as fewer bytes, for media whose bytes are dear.
+"""Codecs: encode pages into fewer bytes, for media whose bytes are expensive.
 
-A medium knows one length for each key, and takes a page of another one for damage. So encoded pages do not have any
-length: a codec says beforehand which few lengths (*rooms*) those of an identity may have. An encoded page lies in the
-smallest room that it fits into, with zeros behind it, and each room has keys of its own (forms.py). A page that fits
-into none is stored as it is.
+A medium expects one length for each key and treats a page of another length as damaged. So encoded pages cannot have
+arbitrary lengths: a codec determines in advance the few lengths (*rooms*) that pages of an identity may have. An
+encoded page is stored in the smallest room it fits into, padded with zeros, and each room has separate keys (forms.py).
+A page that fits into none is stored unencoded.
 
 An encoded page is ``head || scales || rest || frame``, then zeros up to the room. The head has 8 bytes, little-endian:
 method (1), version (1), zeros (2), bytes of the frame (4). ``frame`` is one Zstandard frame with the plane ``top`` of
-numbers.py; ``rest`` is the other plane. Numbers that have no planes have no ``rest``, and all their bytes in the frame.
+numbers.py; ``rest`` is the other plane. Numbers without planes have no ``rest``, and all their bytes in the frame.
 
-``lossless`` is exact: what repeats in the numbers of the KV (exponents) is coded, all else kept as it is. There are no
-scales; the method is the bits of a number, 1 of a page that is taken as bytes.
+``lossless`` is exact: it compresses what repeats in the numbers of the KV (exponents) and keeps the rest unchanged.
+There are no scales; the method is the bits of a number, or 1 for a page that is treated as bytes.
 
-``int8`` and ``fp8`` are not: every row of a page, the numbers of one head of one token in one layer, is quantised
-(numbers.py), and the planes are those of the codes. Those of int8 have none. The method is 1; with method 0 the codes
-as they are stand behind the scales, where a frame makes them no shorter.
+``int8`` and ``fp8`` are lossy: every row of a page, the numbers of one head of one token in one layer, is quantised
+(numbers.py), and the planes are those of the codes; int8 codes have none. The method is 1; with method 0 the plain
+codes follow the scales, which is used if a frame would not make them shorter.
 
-Only pools of keys and values are quantised. States of linear attention, latents of MLA, indexes and numbers of 8 bits
-are encoded without loss; so are pages with an infinity, a NaN or a number of 2**100 or more stored as they are. What
-was restored is not what was computed, and all that is computed from it differs a little, too. So a server with a lossy
-tier has identities of its own (``lossy_fact``): no exact server meets its pages, in whatever tier. And pages of
-identities that do not say so are not quantised, whoever brings them to a lossy tier: a command that copies them there
-and back leaves them exact.
+Only pools of keys and values are quantised. States of linear attention, latents of MLA, indexes and 8-bit numbers are
+encoded losslessly; pages with an infinity, a NaN or a number of 2**100 or more are stored unencoded. Restored values
+differ from computed ones, and so does everything computed from them. So a server with a lossy tier has separate
+identities (``lossy_fact``): no exact server finds its pages in any tier. Pages of identities that do not declare this
+are never quantised, even if brought to a lossy tier: a command that copies them there and back leaves them exact.
 
-Zstandard's matches find next to nothing in a plane of exponents, and cost most of the time. So it is told to look for
-seven equal bytes in a table of 64 places: what is left is its Huffman code, for each 128 KiB its own. Measurements:
+Zstandard's matches find next to nothing in a plane of exponents, and take most of the time. So it is told to look for
+seven equal bytes in a table of 64 entries, which leaves its Huffman coding, separate for each 128 KiB. Measurements:
 docs/codecs.md.
 """
 
@@ -60,9 +59,9 @@ _METHOD_AS_THEY_ARE = 0
 _METHOD_OF_BYTES = 1
 
 _SMALLEST = 2048
-"""Bytes of a page; of smaller ones a medium stores as many blocks, and a header, too."""
+"""Bytes of the smallest page to encode; smaller ones would take as many blocks of the medium, plus a header."""
 _SHORTEST_ROW = 16
-"""Numbers; a scale takes as many bytes as two of their codes."""
+"""Fewest numbers of a row, because a scale takes as many bytes as two codes."""
 _PARTS = 128
 _ROOMS = {
     "bfloat16": (87, 88, 89, 96),
@@ -71,11 +70,11 @@ _ROOMS = {
     "float8_e4m3": (110, 111, 112, 116),
     "float8_e5m2": (96, 97, 98, 108),
 }
-"""In 128ths of a page, by the beginning of the dtype. Real pages of one model scatter by less than one of them, and the
-models differ by two (docs/codecs.md); the last one is for others."""
+"""Rooms in 128ths of a page, by the beginning of the dtype. Real pages of one model scatter by less than one 128th, and
+models differ by two (docs/codecs.md); the last room is for other pages."""
 _ROOMS_OF_BYTES = (80, 96, 112, 120)
 _ROOMS_OF_CODES = {"int8": (104, 110, 115, 128), "fp8": (109, 112, 114, 128)}
-"""In 128ths of the codes; the last one takes every page. Real pages: docs/codecs.md."""
+"""Rooms in 128ths of the codes; the last one fits every page. docs/codecs.md has measurements of real pages."""
 _BITS = {"bfloat16": 16, "float16": 16, "float32": 32, "float8_e4m3": 8, "float8_e5m2": 8}
 
 _KINDS_OF_POOLS = ("MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost")
@@ -85,31 +84,31 @@ _FACT = "codecs"
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A codec as it is configured for a tier: ``lossless``, ``int8`` or ``fp8``. Threads: any.
+    """A codec as configured for a tier: ``lossless``, ``int8`` or ``fp8``. Threads: any.
 
     Raises MissingPackageError without the package ``zstandard``."""
 
     name: str
     paying: Paying | None = None
-    """What says whether pages are to be encoded; None: they are."""
+    """Decides whether to encode pages; None: always."""
 
     def __post_init__(self) -> None:
         _zstandard()
 
     @property
     def label(self) -> bytes:
-        """Names the codec and everything that changes ``rooms`` or what encoded bytes mean. Part of the keys: servers
-        find each other's pages only if their labels are equal."""
-        return _said(self.name).encode()
+        """Return a label of the codec and everything that affects ``rooms`` or the meaning of encoded bytes. It is part
+        of the keys: servers find each other's pages only if their labels are equal."""
+        return _versioned(self.name).encode()
 
     def for_pages(self, document: Mapping[str, Any], payload: int) -> PageCodec | None:
-        """For pages of ``payload`` bytes of the identity with this document; None where they are stored as they are.
+        """Return the codec for pages of ``payload`` bytes of the identity with this document; None to store them raw.
 
-        Without loss for what is not quantised, and for identities that do not say that they are lossy: whoever asks for
-        their pages wants them exact, wherever they were in between."""
+        It is lossless for pools that are not quantised, and for identities not declared lossy: readers of their pages
+        want them exact, wherever the pages were in between."""
         if payload < _SMALLEST:
             return None
-        if self.name in _said_codecs(document):
+        if self.name in _declared_codecs(document):
             rows = rows_of(document, self.name)
             if isinstance(rows, Rows) and not payload % (2 * rows.words * rows.length):
                 split = SPLITS[8] if self.name == "fp8" else None
@@ -127,31 +126,31 @@ class PageCodec:
     """A codec for the pages of one identity, all of one length. Threads: any."""
 
     def __init__(self, payload: int, split: Split | None, parts: tuple[int, ...], rows: Rows | None = None) -> None:
-        """``split``: of the page's numbers, or of its codes where it is quantised (``rows``). ``parts``: the rooms, in
-        128ths of what is split."""
+        """``split`` applies to the page's numbers, or to its codes if it is quantised (``rows``). ``parts``: the rooms,
+        in 128ths of the bytes that are split."""
         self.payload = payload
         """Bytes of a page."""
         self._split = split
         self._rows = rows
         self._bytes = payload if rows is None else payload // (2 * rows.words)
-        """Of what is split."""
+        """Number of bytes that are split."""
         self._scales = 0 if rows is None else self._bytes // rows.length
         self._begin = _HEAD.size + 2 * self._scales
-        """Where what is split begins in an encoded page."""
+        """Offset of the split bytes in an encoded page."""
         self._top, self._rest = (self._bytes, 0) if split is None else split.planes(self._bytes)
         self._method = _METHOD_OF_BYTES if split is None or rows is not None else split.bits
         self.code = CODEC_NUMBERS["lossless" if rows is None else rows.code]
-        """1 to 255: which codec, in the header of the page."""
+        """Number of the codec in the header of the page, 1 to 255."""
         self.rooms = tuple((0 if rows is None else self._begin) + self._bytes * part // _PARTS for part in parts)
-        """Bytes that an encoded page may take, ascending, each less than a page; four at most, since a page that is
-        absent is asked for in each. They follow from the codec's label, the identity's document and the length alone,
-        so that all servers ask for the same."""
+        """Sizes that an encoded page may have, in bytes, ascending, each less than a page; at most four, because an
+        absent page is looked up in each. They depend only on the codec's label, the identity's document and the length,
+        so that all servers look for the same."""
         self.measured: Measured | None = None
-        """What encoding costs and saves, where that was asked for."""
+        """Cost and savings of encoding, if measured."""
 
     def encode(self, payload: memoryview, encoded: memoryview) -> int:
-        """Encode into the leading bytes of ``encoded``, which has as many as the largest room; returns how many, 0
-        where they do not fit. Equal payloads give equal bytes."""
+        """Encode into the leading bytes of ``encoded``, which is as large as the largest room; return how many, or 0 if
+        they do not fit. Equal payloads give equal bytes."""
         page, target = np.frombuffer(payload, np.uint8), np.frombuffer(encoded, np.uint8)
         if page.size != self.payload:
             raise ValueError(f"a page of {page.size} bytes in place of {self.payload}")
@@ -176,8 +175,8 @@ class PageCodec:
         return begin + frame.size
 
     def decode(self, encoded: memoryview, payload: memoryview) -> None:
-        """Decode all of ``encoded`` into all of ``payload``. Whatever ``encoded`` holds, nothing else is read or
-        written. Raises FormatError where it is no page of this length."""
+        """Decode all of ``encoded`` into all of ``payload``. Whatever ``encoded`` holds, no other memory is read or
+        written. Raises FormatError if it is not a page of this length."""
         page, stored = (np.frombuffer(memory, np.uint8) for memory in (payload, encoded))
         begin = self._begin + self._rest
         if page.size != self.payload or stored.size < begin:
@@ -205,11 +204,11 @@ class PageCodec:
             np.copyto(page, numbers)
 
 
-# -- what is quantised -------------------------------------------------------------------------------------------------
+# -- quantisation ------------------------------------------------------------------------------------------------------
 
 
 def rows_of(document: Mapping[str, Any], code: str) -> Rows | str:
-    """How the pages of this identity are quantised; a sentence that says why they are not."""
+    """Return how the pages of this identity are quantised, or words that tell why they are not."""
     pool = document.get("pool")
     if not isinstance(pool, Mapping):
         return "without loss, since its kind is not known"
@@ -219,7 +218,7 @@ def rows_of(document: Mapping[str, Any], code: str) -> Rows | str:
     if dtype not in KINDS:
         return f"without loss, since its numbers are {dtype}"
     facts = dict(geometry)
-    # Of packed pools, those of each buffer: "head_dim=64,v_head_dim=64,dtype=torch.bfloat16,layout=nhd".
+    # Packed pools have facts per buffer: "head_dim=64,v_head_dim=64,dtype=torch.bfloat16,layout=nhd".
     buffers = [str(fact) for name, fact in facts.items() if re.fullmatch(r"buffer\d+", name)]
     told = [fact.partition("=")[::2] for buffer in buffers for fact in buffer.split(",")]
     allowed = {"dtype": (f"torch.{dtype}",), "layout": ("nhd", "paged_nhd")}
@@ -228,7 +227,7 @@ def rows_of(document: Mapping[str, Any], code: str) -> Rows | str:
             return f"without loss, since its format has {name}={value}"
     told += [(name, str(facts.get(name))) for name in _HEADS]
     lengths = [int(value) for name, value in told if name in _HEADS and value.isdecimal()]
-    # Keys and values may have unlike heads: a scale then is of a part of each.
+    # Keys and values may have different head sizes; a scale then covers a part of each.
     length = math.gcd(*lengths)
     if length < _SHORTEST_ROW:
         return f"without loss, since its heads have {length} numbers in common"
@@ -236,58 +235,58 @@ def rows_of(document: Mapping[str, Any], code: str) -> Rows | str:
 
 
 def lossy_fact(compute: str, codecs: Iterable[str]) -> str:
-    """``ModelIdentity.compute`` of a server with tiers that have these lossy codecs."""
-    names = sorted(map(_said, set(codecs)))
+    """Return the ``ModelIdentity.compute`` of a server whose tiers have these lossy codecs."""
+    names = sorted(map(_versioned, set(codecs)))
     return json.dumps({**(json.loads(compute) if compute else {}), _FACT: names}, sort_keys=True) if names else compute
 
 
-def _said(codec: str) -> str:
+def _versioned(codec: str) -> str:
     return f"{codec}-{_VERSION}"
 
 
-def _said_codecs(document: Mapping[str, Any]) -> list[str]:
-    """The lossy codecs that may be in the way of this identity's pages, by ``lossy_fact``."""
+def _declared_codecs(document: Mapping[str, Any]) -> list[str]:
+    """Return the lossy codecs that this identity's pages may pass through, according to ``lossy_fact``."""
     model = document.get("model")
     try:
         compute = json_in(model["compute"]) if isinstance(model, Mapping) and model.get("compute") else {}
-        said = compute.get(_FACT, [])
+        declared = compute.get(_FACT, [])
     except (TypeError, ValueError, AttributeError):
         return []
-    return [name for name in LOSSY_CODECS if isinstance(said, list) and _said(name) in said]
+    return [name for name in LOSSY_CODECS if isinstance(declared, list) and _versioned(name) in declared]
 
 
 # -- whether it pays ---------------------------------------------------------------------------------------------------
 #
-# ``codec: auto``: pages are encoded where that makes a page's way to the medium and back shorter.
+# ``codec: auto``: pages are encoded if that makes a page's round trip to the medium faster.
 #
-# A page is written and read. Encoded, it saves seconds for each byte that the medium does not move, and costs those of
-# encoding and decoding, which some threads share:
+# A page is written and read. Encoding saves time for each byte that the medium does not move, and costs the time of
+# encoding and decoding, which several threads share:
 #
 #     saved bytes * (seconds per byte of SETs + of GETs) > (encoding + decoding) / threads
 #
-# The medium's seconds per byte are learnt from its calls, as the pull rule learns them (runtime/linear_cost.py). What
-# the codec costs, and saves, is measured on a page of the caller's every ``AGAIN`` seconds. Pages are read in any form.
+# The medium's seconds per byte are learnt from its calls, as the pull rule does (runtime/linear_cost.py). The codec's
+# cost and savings are measured on one of the caller's pages every ``AGAIN`` seconds. Pages are read in any form.
 
 
 AGAIN = 20.0
-"""Seconds between two measurements of the codec for pages of one identity: one costs what two pages do."""
+"""Seconds between two measurements of the codec for pages of one identity; a measurement costs as much as two pages."""
 _FEWEST = 8
-"""Calls of a medium before it is judged: the first ones open connections."""
+"""Fewest calls of a medium before it is judged, because the first ones open connections."""
 _THREADS = 4
 
 
 class Measured(NamedTuple):
-    """What was measured with one page."""
+    """A measurement with one page."""
 
     saved: int
     """Bytes that the medium need not store."""
     seconds: float
-    """Of encoding and decoding."""
+    """Duration of encoding and decoding."""
     at: float
 
 
 class Paying:
-    """Whether it pays to encode pages for one medium. ``threads``: how many encode at once. Threads: any."""
+    """Decides whether encoding pays off for one medium. ``threads``: how many encode in parallel. Threads: any."""
 
     def __init__(self, *, threads: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.threads = threads or min(_THREADS, len(os.sched_getaffinity(0)))
@@ -297,27 +296,27 @@ class Paying:
         self._measuring = threading.Lock()
 
     def moved(self, call: str, stored_bytes: int, seconds: float) -> None:
-        """The medium has moved so many bytes in a ``get`` or ``set`` that took so long, without encoding."""
+        """Record that the medium moved ``stored_bytes`` in a ``get`` or ``set`` in ``seconds``, excluding encoding."""
         self._calls += 1
         if stored_bytes > 0:
             self._costs[call].observe(stored_bytes, seconds)
 
     def seconds_per_byte(self) -> float | None:
-        """Of a byte that is written once and read once. While only one of them was seen, the other is taken to cost as
-        much. None as long as too little was seen."""
+        """Return the seconds for a byte that is written once and read once. If only one direction was observed, the
+        other is assumed to cost the same. None until enough was observed."""
         if self._calls < _FEWEST:
             return None
         known = [cost for line in self._costs.values() if (cost := line.per_unit()) is not None]
         return 2 * sum(known) / len(known) if known else None
 
     def may_pay(self, codec: PageCodec) -> bool:
-        """Whether ``pays`` is to be asked, for which pages are brought into one piece: also where it is time to
-        measure."""
+        """Return whether to call ``pays``, which needs contiguous pages: if encoding pays off as far as known, or if it
+        is time to measure."""
         return self.seconds_per_byte() is not None and (self._is_old(codec.measured) or self._gains(codec.measured))
 
     def pays(self, codec: PageCodec, payload: memoryview) -> bool:
-        """Whether pages of this codec are to be encoded now; measured with this one where it is time for that."""
-        # One thread measures; the others go by what is known.
+        """Return whether to encode pages of this codec now; measure with this page if it is time for that."""
+        # One thread measures; the others use what is known.
         if self._is_old(codec.measured) and self._measuring.acquire(blocking=False):
             try:
                 codec.measured = self._measure(codec, payload)
@@ -335,8 +334,8 @@ class Paying:
         return measured.saved * per_byte > measured.seconds / self.threads
 
     def _measure(self, codec: PageCodec, payload: memoryview) -> Measured:
-        """As body.py does it, with new memory and copies: they cost a third as much as the codec. Twice, since the
-        first time pays for contexts."""
+        """Measure encoding as body.py does it, including new memory and copies, which cost a third as much as the
+        codec. Twice, because the first run also creates contexts."""
         stored, page = (np.zeros(size, np.uint8).data for size in (codec.rooms[-1], payload.nbytes))
         seconds = float("inf")
         for _ in range(2):
@@ -359,14 +358,14 @@ class Paying:
 
 
 def _plane_in(frame: memoryview, size: int) -> bytes:
-    """The ``size`` bytes of which ``frame`` is the Zstandard frame. Raises FormatError; takes no more memory than
-    that, whatever the frame says of itself."""
+    """Return the ``size`` bytes in the Zstandard frame ``frame``. Raises FormatError; allocates no more memory than
+    that, whatever the frame claims."""
     zstandard = _zstandard()
     try:
-        said = zstandard.get_frame_parameters(frame)
-        # Zstandard allocates what the frame says, before it looks further.
-        if bytes(frame[:4]) != _FRAME_START or said.content_size != size or said.dict_id:
-            raise FormatError("encoding", f"a frame of {said.content_size} bytes for {size}")
+        parameters = zstandard.get_frame_parameters(frame)
+        # Zstandard allocates the size that the frame claims before it checks anything else.
+        if bytes(frame[:4]) != _FRAME_START or parameters.content_size != size or parameters.dict_id:
+            raise FormatError("encoding", f"a frame of {parameters.content_size} bytes for {size}")
         plane: bytes = _coders().decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError("encoding", str(error)) from error
@@ -376,7 +375,7 @@ def _plane_in(frame: memoryview, size: int) -> bytes:
 
 
 class _Coders(threading.local):
-    """Zstandard's contexts: one thread at a time may use each."""
+    """Zstandard's contexts, each of which only one thread at a time may use."""
 
     def __init__(self) -> None:
         zstandard = _zstandard()
@@ -402,7 +401,7 @@ def _coders() -> _Coders:
 
 
 def _zstandard() -> ModuleType:
-    """Imported only where a codec is used. Raises MissingPackageError."""
+    """Import zstandard, only when a codec is used. Raises MissingPackageError."""
     try:
         import zstandard
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""The forms that a page may have in a tier: sealed with which key, encoded into which room; and the keys of each form.
+"""The forms that a page may have in a tier, by sealing key and by the room it is encoded into; and the keys of each.
 
-A medium knows one length for each key. So each form has an identity of its own, from which it follows: a page that is
-absent in one form may be there in another, and who has a key looks for the forms of that key alone.
+A medium expects one length for each key, so each form has a separate identity. As a consequence, a page that is absent
+in one form may be present in another, and the holder of a key looks only for the forms of that key.
 
 Pure; any thread.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from hicache_ext.page.transforms.codec import Codec, PageCodec
 
 STORED_AS = "stored_as"
-"""In the document of a stored identity: what its pages went through, and the identity of which they are (``of``)."""
+"""Field of a stored identity's document: the transforms of its pages, and their original identity (``of``)."""
 
 _DOMAIN = b"hicache_ext/stored-identity\0"
 _VERSION = b"%d\0" % FORMAT_VERSION
-"""In all stored identities: pages of another version are not met, so not taken for damaged."""
+"""Part of all stored identities: pages of another version are not found, so not mistaken for damaged ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,23 @@ class Form:
     """One form of the pages of one identity."""
 
     identity: bytes
-    """The stored one."""
+    """The identity under which pages are stored."""
     key: SealKey | None = None
     hides: bool = False
-    """Whether page hashes are stored as names that only holders of the key can tell."""
+    """Whether page hashes are stored as names that only holders of the key can compute."""
     codec: PageCodec | None = None
     room: int = 0
-    """Bytes of the body of encoded pages; 0: of raw ones, whose bodies are as long as they."""
+    """Bytes of the body of encoded pages; 0 for raw pages, whose bodies are as long as their payloads."""
     block: int = 1
-    """Bytes of which whole ones are stored."""
+    """Block size in bytes; stored lengths are multiples of it."""
 
     @property
     def plain(self) -> bool:
-        """Whether these are the pages themselves: as a tier without transforms stores them."""
+        """Return whether pages are stored unchanged, as in a tier without transforms."""
         return self.key is None and self.codec is None
 
     def stored_length(self, payload: int) -> int:
-        """Bytes that a medium stores of a page with so many."""
+        """Return the bytes that a medium stores for a page of ``payload`` bytes."""
         if self.plain:
             return payload
         length = HEADER_LENGTH + (self.room or payload) + (0 if self.key is None else TAG_LENGTH)
@@ -58,25 +58,25 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """Those of one identity that a tier looks for."""
+    """The forms of one identity that a tier looks for."""
 
     all: Sequence[Form]
-    """Those that are written first, of these the raw one first."""
+    """All forms; the written ones come first, and of these the raw one."""
     written: Sequence[Form]
-    """By this tier now: the raw one, then the rooms, the smallest first."""
+    """The forms that this tier writes now: the raw one, then the rooms, smallest first."""
 
 
 class Transforms:
-    """What a tier does to its pages, as configured: a codec, a seal, or both. Never changes. Threads: any."""
+    """The configured transforms of a tier's pages: a codec, a seal, or both. Immutable. Threads: any."""
 
     def __init__(self, codec: Codec | None, seal: Seal | None, block: int) -> None:
-        """``block``: stored pages are padded with zeros to so many bytes."""
+        """``block``: stored pages are padded with zeros to a multiple of this many bytes."""
         self.codec = codec
         self.seal = seal
         self.block = block
 
     def forms(self, identity: bytes, document: Mapping[str, Any] | None) -> Forms:
-        """The forms of an identity; without its document, of raw pages alone."""
+        """Return the forms of an identity; without its document, those of raw pages only."""
         payload = _payload_of(document)
         codec = None
         if self.codec is not None and document is not None and payload:
@@ -98,7 +98,7 @@ class Transforms:
         return Form(stored, key, hides, codec if room else None, room, self.block)
 
     def document(self, form: Form, identity: bytes, document: Mapping[str, Any]) -> dict[str, Any]:
-        """What tools are told of a stored identity. It tells no secret."""
+        """Return the document of a stored identity for tools. It contains no secrets."""
         stored: dict[str, Any] = {"of": identity.hex()}
         if self.seal is not None and form.key is not None:
             stored |= {"seal": self.seal.mode.name.lower(), "key": form.key.id}
@@ -108,7 +108,7 @@ class Transforms:
 
 
 def stored_as(document: Mapping[str, Any], identity: bytes) -> bool:
-    """Whether this is the document of pages of ``identity`` in some form."""
+    """Return whether this is the document of pages of ``identity`` in some form."""
     found = document.get(STORED_AS)
     return isinstance(found, dict) and found.get("of") == identity.hex()
 
@@ -116,7 +116,7 @@ def stored_as(document: Mapping[str, Any], identity: bytes) -> bool:
 def _payload_of(document: Mapping[str, Any] | None) -> int:
     pool = {} if document is None else document.get("pool", {})
     segments = pool.get("segments") if isinstance(pool, Mapping) else None
-    # Whatever somebody has written there.
+    # The document is untrusted and may contain anything.
     if not isinstance(segments, list | tuple) or not all(isinstance(size, int) for size in segments):
         return 0
     return sum(segments)

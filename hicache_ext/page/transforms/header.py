@@ -1,6 +1,6 @@
-"""The header of a transformed page, in front of its body: which transforms it went through, and how long it was.
+"""The header in front of a transformed page's body: the transforms that were applied, and the original length.
 
-    header (80) | body | tag (16, of sealed pages) | zeros up to the stored length
+    header (80) | body | tag (16, sealed pages only) | zeros up to the stored length
 
 docs/page-format.md specifies the bytes. Pure; any thread.
 """
@@ -24,24 +24,24 @@ SALT_LENGTH = 24
 KEY_ID_LENGTH = 16
 """Most bytes of a key's id."""
 SHORTEST_SECRET = 32
-"""Characters of a key: 128 bits where they are hex digits."""
+"""Fewest characters of a key: 128 bits if they are hex digits."""
 RAW = 0
-"""Stands for the codec of pages that none encoded."""
+"""Codec number of pages without a codec."""
 CODEC_NUMBERS = {"lossless": 1, "int8": 2, "fp8": 3}
-"""Stand for the others (codec.py)."""
+"""Numbers of the codecs (codec.py)."""
 LOSSY_CODECS = ("int8", "fp8")
-"""Of which pages do not come back as they were. Labels begin with these names."""
+"""Codecs that change pages. Labels begin with these names."""
 
 
 class Header(NamedTuple):
-    """What stands in front of a body."""
+    """The fields in front of a body."""
 
     codec: int
     """``RAW``, or one of ``CODEC_NUMBERS``."""
     seal: int
-    """0 none, 1 authenticated, 2 encrypted (sealing.py)."""
+    """0: none, 1: authenticated, 2: encrypted (sealing.py)."""
     cipher: int
-    """0 none, 1 AES-256-GCM, 2 ChaCha20-Poly1305."""
+    """0: none, 1: AES-256-GCM, 2: ChaCha20-Poly1305."""
     payload_length: int
     body_length: int
     key_id: bytes = b""
@@ -59,15 +59,15 @@ class Header(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the zeros begin."""
+        """Return the offset at which the zeros begin."""
         return self.body_end + (TAG_LENGTH if self.seal else 0)
 
 
 def decode(stored: memoryview) -> Header:
-    """The header of a stored page, whose lengths agree with each other and with what is there.
+    """Decode the header of a stored page and check its lengths against each other and against the stored bytes.
 
-    Raises FormatError with the reasons ``transform`` (it is none), ``transform_version`` and ``transform_length``.
-    """
+    Raises FormatError with the reasons ``transform`` (not such a header), ``transform_version`` and
+    ``transform_length``."""
     if stored.nbytes < HEADER_LENGTH:
         raise FormatError("transform")
     magic, version, codec, seal, cipher, _, payload, body, key_id, salt, _ = _FIELDS.unpack_from(stored)
@@ -78,8 +78,8 @@ def decode(stored: memoryview) -> Header:
     header = Header(codec, seal, cipher, payload, body, key_id.rstrip(b"\0"), salt)
     if header.end > stored.nbytes or (codec == RAW and body != payload):
         raise FormatError("transform_length")
-    # All bytes are looked at: those behind the page and those that are reserved are zeros.
-    # As bytes: to compare, or to look at, a memoryview element by element takes fifty times as long.
+    # Check all bytes: those behind the page and reserved ones must be zeros.
+    # Compare as bytes, because comparing a memoryview element by element takes fifty times as long.
     padding = bytes(stored[header.end :])
     if header.encode() != bytes(stored[:HEADER_LENGTH]) or padding != bytes(len(padding)):
         raise FormatError("transform_length", "bytes that are to be zero")
@@ -87,7 +87,7 @@ def decode(stored: memoryview) -> Header:
 
 
 def is_key_id(text: str) -> bool:
-    """Whether this can be the id of a key: it stands in headers, logs and documents."""
+    """Return whether ``text`` is valid as the id of a key, which appears in headers, logs and documents."""
     return (
         1 <= len(text) <= KEY_ID_LENGTH
         and text.isascii()

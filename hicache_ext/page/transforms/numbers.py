@@ -1,14 +1,14 @@
-"""The numbers of a page, taken apart by the native core (planes.c) without the GIL, or by numpy: what a codec needs.
+"""Splitting and quantising a page's numbers for codecs: in the native core (planes.c) without the GIL, or in numpy.
 
-Both make the same bytes: numpy where the native core was not built.
+Both produce the same bytes; numpy is used if the native core was not built.
 
-*Planes* (``Split``): bits that repeat, which an entropy coder makes fewer, and bits that do not. Numbers are
-little-endian. ``top`` of 16 and 32 bits is the exponent of a float with 8 bits of it: the sign goes from the highest
-bit to the lowest, then the highest byte into its plane. ``top`` of 8 bits has the bits 3 to 6 of two neighbours.
-
-*Rows* (``Rows``): the numbers of one head of one token in one layer, as codes of 8 bits and a scale. ``scale`` is the
-row's largest magnitude by the largest code, rounded up to bfloat16. Codes are int8 (number / scale, to the nearest) or
-fp8 (e4m3). All arithmetic is that of float32, step by step; numbers of 2**100 and more are refused.
+*Planes* (``Split``): bits that repeat, which an entropy coder compresses, and bits that do not. Numbers are
+little-endian. For 16 and 32 bits, ``top`` is the exponent of a float with an 8-bit exponent: the sign moves from the
+highest bit to the lowest, then the highest byte goes into its plane. For 8 bits, ``top`` has bits 3 to 6 of two
+neighbours.
+*Rows* (``Rows``): the numbers of one head of one token in one layer, as 8-bit codes and a scale. ``scale`` is the row's
+largest magnitude divided by the largest code, rounded up to bfloat16. Codes are int8 (number / scale, to the nearest)
+or fp8 (e4m3). All arithmetic is float32, step by step; numbers of 2**100 and more are refused.
 
 Pages may lie at any address.
 """
@@ -31,35 +31,35 @@ Floats = npt.NDArray[np.float32]
 
 PLANES = native.Struct("planes", "page top rest bits count join")
 _PIECE = 64 << 10
-"""Bytes of a page that numpy takes at once."""
+"""Bytes of a page that numpy processes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How numbers of one size are taken apart."""
+    """How to split numbers of one size into planes."""
 
     bits: int
-    """8, 16 or 32: of a number."""
+    """Bits of a number: 8, 16 or 32."""
     group: int
-    """Bytes of a page that give one byte of ``top``; a page has a multiple of them."""
+    """Bytes of a page per byte of ``top``; a page has a multiple of them."""
 
     def planes(self, page: int) -> tuple[int, int]:
-        """Bytes of ``top`` and of ``rest`` of a page with so many."""
+        """Return the bytes of ``top`` and of ``rest`` for a page of ``page`` bytes."""
         return page // self.group, page - page // self.group
 
     def split(self, page: Bytes, top: Bytes, rest: Bytes) -> None:
-        """Fill ``top`` and ``rest``."""
+        """Fill ``top`` and ``rest`` from ``page``."""
         if not self._by_core(page, top, rest, join=False):
             self.split_in_numpy(page, top, rest)
 
     def join(self, top: Bytes, rest: Bytes, page: Bytes) -> None:
-        """Fill ``page``."""
+        """Fill ``page`` from ``top`` and ``rest``."""
         if not self._by_core(page, top, rest, join=True):
             self.join_in_numpy(top, rest, page)
 
     def _by_core(self, page: Bytes, top: Bytes, rest: Bytes, *, join: bool) -> bool:
-        """False where there is no core, which does not look where arrays end. Raises ValueError: a programming
-        error."""
+        """Use the native core; return False if there is none. It does not check array bounds, so this does: raises
+        ValueError for a programming error."""
         if page.size % self.group or (top.size, rest.size) != self.planes(page.size):
             raise ValueError(f"{page.size} bytes are not {top.size} and {rest.size} of {self.bits} bits")
         if (core := native.core()) is None:
@@ -111,7 +111,7 @@ class Split:
 
 
 SPLITS = {8: Split(8, 2), 16: Split(16, 2), 32: Split(32, 4)}
-"""By bits of a number."""
+"""Splits by bits of a number."""
 
 
 KINDS = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -123,17 +123,17 @@ _ROUND = np.float32(1.5 * 2.0**23)
 """Added to a number, it leaves an integer in the low bits."""
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _TOO_LARGE = np.uint32(0x71800000)
-"""2**100: with larger numbers, infinities and NaNs a page is not quantised."""
+"""2**100: a page with numbers this large, infinities or NaNs is not quantised."""
 _TOO_SMALL = np.uint32(0x0D800000)
 """2**-100: a row of smaller numbers becomes zeros."""
 _BIAS_8 = np.uint32(120 << 23)
-"""Exponents of float32 less those of fp8."""
+"""Exponent bias of float32 minus that of fp8, in place."""
 _NORMAL_8 = np.uint32(0x3C800000)
 """2**-6, the smallest normal number of fp8."""
 _STEPS_8 = np.float32(2.0**9)
-"""Of smaller ones, in 1."""
+"""Steps per unit of subnormal fp8 numbers."""
 _NUMBERS = 16 << 10
-"""Numbers of a page that numpy takes at once."""
+"""Numbers of a page that numpy processes at a time."""
 
 
 ROWS = native.Struct("rows", "page kind code length row_count scales codes restore")
@@ -141,27 +141,27 @@ ROWS = native.Struct("rows", "page kind code length row_count scales codes resto
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the pages of one pool are quantised."""
+    """How to quantise the pages of one pool."""
 
     dtype: str
     """One of ``KINDS``."""
     length: int
-    """Numbers of a row."""
+    """Numbers per row."""
     code: str
     """``int8`` or ``fp8``."""
 
     @property
     def words(self) -> int:
-        """Words of 16 bits in a number."""
+        """Return the number of 16-bit words in a number."""
         return 2 if self.dtype == "float32" else 1
 
     def quantise(self, page: Words, scales: Words, codes: Bytes) -> bool:
-        """Fill ``scales`` and ``codes``. False where the page has a number of 2**100 or more, an infinity or a NaN."""
+        """Fill ``scales`` and ``codes``. Return False if the page has a number >= 2**100, an infinity or a NaN."""
         done = self._by_core(page, scales, codes, restore=False)
         return self.quantise_in_numpy(page, scales, codes) if done is None else done
 
     def restore(self, scales: Words, codes: Bytes, page: Words) -> bool:
-        """Fill ``page``. False where these are no scales."""
+        """Fill ``page``. Return False if the scales are invalid."""
         if scales.size and int(scales.max()) >= _LARGEST_SCALE:
             return False
         if self._by_core(page, scales, codes, restore=True) is None:
@@ -169,8 +169,8 @@ class Rows:
         return True
 
     def _by_core(self, page: Words, scales: Words, codes: Bytes, *, restore: bool) -> bool | None:
-        """What the core answers; None where there is none. It does not look where arrays end. Raises ValueError: a
-        programming error."""
+        """Return the native core's result, or None if there is no core. It does not check array bounds, so this does:
+        raises ValueError for a programming error."""
         if codes.size != scales.size * self.length or page.size != codes.size * self.words:
             raise ValueError(f"{page.size} words are not {scales.size} rows of {self.length} numbers")
         if (core := native.core()) is None:
@@ -260,7 +260,7 @@ def _of_fp8(codes: Bytes, scale: Floats) -> Floats:
 
 _WIDEN: Mapping[str, Callable[[Words], Bits]] = {
     "bfloat16": lambda page: page.astype(np.uint32) << np.uint32(16),
-    # numpy's own conversion is exact; infinities and NaNs stay above every number that is allowed.
+    # numpy's conversion is exact; infinities and NaNs stay above every permitted number.
     "float16": lambda page: page.view(np.float16).astype(np.float32).view(np.uint32),
     "float32": lambda page: page.view(np.uint32),
 }

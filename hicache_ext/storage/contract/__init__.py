@@ -1,1 +1,1 @@
-"""The PageStore contract: what a tier promises, its wrapper, the registry of tier types, diagnosis."""
+"""The PageStore contract: the promises of a tier, its wrapper, the registry of tier types, diagnosis."""

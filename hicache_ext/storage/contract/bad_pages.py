@@ -1,15 +1,15 @@
 """Pages of a shared pool that arrived damaged: a page is removed only when its stored copy is shown to be bad.
 
-A network, a proxy, a network card or this machine's memory may damage a page on its way; the page in the pool is then
-good. So a read that finds a page damaged makes it a *suspect*: the read answers CORRUPT at once, the page is absent for
-this process, and a thread examines it:
+A network, a proxy, a network card or this machine's memory may damage a page in transit; the page in the pool is then
+good. So a read that finds a page damaged makes it a *suspect*: the read answers CORRUPT immediately, the page is absent
+for this process, and a thread examines it:
 
-1. It reads the object again, over a new connection, into other memory, cut at other places. If this copy is the page,
-   the stored copy is good, and the damage happened on the way.
-2. Only when two such reads found the same bad bytes, it removes the object; where the server can compare, only if the
-   server's copy has those bytes (``PoolStore.remove_bad``). Damage on the way mostly differs from read to read.
-3. At most ``MOST_REMOVED`` a minute. More are an incident for a person, and more likely a fault of this reader than of
-   the pool: removal pauses, with an error in the log, and goes on later.
+1. It reads the object again, over a new connection, into other memory, split at other offsets. If this copy is the
+   page, the stored copy is good, and the damage happened in transit.
+2. It removes the object only when two such reads found the same bad bytes and, if the server can compare, only if the
+   server's copy has those bytes (``PoolStore.remove_bad``). Damage in transit mostly differs from read to read.
+3. It removes at most ``MOST_REMOVED`` pages a minute. More than that needs a person, and is more likely a fault of this
+   reader than of the pool: removal pauses, with an error in the log, and resumes later.
 
 A write of a suspect waits for its verdict (``settle``), so that STORED and EXISTS mean readable and no key is poisoned.
 Suspects are forgotten after half a minute, or when they are read whole, written or removed.
@@ -46,19 +46,19 @@ WINDOW = 60.0
 PAUSE = 300.0
 """Seconds without removal after that."""
 LONGEST_EXAMINED = 16 << 20
-"""Bytes read again of an object that is longer than this and than the expected page."""
+"""Bytes to read again of an object that is longer than both this and the expected page."""
 _MOST_SUSPECTS = 4096
 _READS = 4
-_KEPT_IN_MIND = 30.0
-"""Seconds for which a page without a clear verdict is absent for this process; ``PAUSE`` if it is known to be bad."""
+_HIDDEN_SECONDS = 30.0
+"""Seconds for which a page without a clear verdict is absent for this process (``PAUSE`` if it is known to be bad)."""
 _EXAMINED_AGAIN = 3.0
-"""Seconds after which such a page may be examined again if it arrives damaged again."""
+"""Seconds after which such a page, if it arrives damaged again, may be examined again."""
 _SLOW_FAILURE = 1.0
-"""A read that failed after at least so many seconds is not tried again."""
+"""A read that failed after at least this many seconds is not retried."""
 _REPORT_AGAIN = 60.0
 """Seconds between two equal lines in the log."""
 _LONGEST_REST = 0.5
-"""Longest pause after an examination. It lasts as long as the examination: they take at most half of a connection."""
+"""Longest pause after an examination. Pauses last as long as examinations, which so use at most half a connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +67,29 @@ class Stored:
 
     length: int
     data: memoryview
-    """Its leading bytes; all of them unless it is longer than asked for."""
+    """The leading bytes of the object; all of them unless it is longer than requested."""
     version: Any = None
-    """Whatever tells the medium which copy this is (an ETag)."""
+    """Whatever identifies this copy to the medium (an ETag)."""
 
 
 class Verdict(enum.Enum):
     """The result of an examination; the value is its reason in the metrics."""
 
     GOOD = "good"
-    """The stored copy is the page: it was damaged on the way."""
+    """The stored copy is good: the page was damaged in transit."""
     GONE = "gone"
     REMOVED = "removed"
     """Shown to be bad, and removed."""
     DENIED = "denied"
     """The same bad bytes arrive each time, but the server has others. It stays; a write may replace it."""
     WITHHELD = "withheld"
-    """Shown to be bad, and not removed: too many were removed already."""
+    """Shown to be bad, but not removed because too many were removed already."""
     UNCLEAR = "unclear"
-    """Every read gave other bytes, or none."""
+    """Every read returned different bytes, or none."""
 
     @property
     def free(self) -> bool:
-        """Nothing is stored under the key."""
+        """Return whether nothing is stored under the key."""
         return self in (Verdict.REMOVED, Verdict.GONE)
 
 
@@ -101,14 +101,14 @@ class _Suspect:
     verdict: Verdict | None = None
     """None while it waits to be examined."""
     judged: float = 0.0
-    """When the verdict was found."""
+    """Time of the verdict."""
     wanted: int = 0
-    """Writes that wait for the verdict."""
+    """Number of writes that wait for the verdict."""
 
 
 @dataclass(slots=True)
 class RemovalBudget:
-    """The limit of removals. One thread at a time."""
+    """A limit on the rate of removals. Used by one thread at a time."""
 
     tier: str
     clock: Callable[[], float]
@@ -116,7 +116,7 @@ class RemovalBudget:
     _paused_until: float = 0.0
 
     def take(self) -> bool:
-        """Whether one more may be removed now."""
+        """Claim one removal and return whether it is allowed now."""
         now = self.clock()
         if now < self._paused_until:
             return False
@@ -138,12 +138,12 @@ class RemovalBudget:
         return True
 
     def give_back(self) -> None:
-        """Return the removal taken last: it was not used."""
+        """Give back the last removal taken, because it was not used."""
         self._removed.pop()
 
 
 class BadPages:
-    """The suspects of one tier. Threads: any; no call but ``settle``, ``wait`` and ``close`` waits for anything."""
+    """The suspects of one tier. Threads: any; only ``settle``, ``wait`` and ``close`` wait for anything."""
 
     def __init__(
         self, tier: str, metrics: TierMetrics, medium: PoolStore, clock: Callable[[], float] = time.monotonic
@@ -160,10 +160,10 @@ class BadPages:
         self._closing = False
         self._log = LimitedLog(logger, _REPORT_AGAIN, clock)
 
-    # -- asked by calls --------------------------------------------------------------------------------------------
+    # -- used by calls ---------------------------------------------------------------------------------------------
 
     def suspect(self, key: bytes, size: int, reason: str) -> None:
-        """The object under ``key`` is not the page of ``size`` bytes, by a read or by its length."""
+        """Note that a read, or its length, showed that the object under ``key`` is not the page of ``size`` bytes."""
         with self._changed:
             if self._closing:
                 return
@@ -179,51 +179,51 @@ class BadPages:
 
     @property
     def hides_some(self) -> bool:
-        """Whether ``hides`` may be true of any key."""
+        """Return whether ``hides`` may return True for any key."""
         return bool(self._suspects)
 
     def hides(self, key: bytes) -> bool:
-        """Whether the page is absent for this process, because it could not be read."""
+        """Return whether the page is absent for this process because it could not be read."""
         if not self._suspects:
             return False
         with self._changed:
             return self._known(key) is not None
 
     def clear(self, keys: Iterable[bytes]) -> None:
-        """These pages were read whole, written, or removed on purpose."""
+        """Forget these suspects: they were read whole, written, or removed on purpose."""
         if self._suspects:
             with self._changed:
                 for key in keys:
                     self._dismiss(key, Verdict.GONE)
 
     def _dismiss(self, key: bytes, verdict: Verdict) -> None:
-        """The lock is held. ``verdict``: for writes that wait."""
+        """Forget a suspect, with the lock held. ``verdict``: the answer for writes that wait for it."""
         suspect = self._suspects.pop(key, None)
         if suspect is not None and suspect.verdict is None:
             suspect.verdict = verdict
             self._changed.notify_all()
 
     def settle(self, keys: Iterable[bytes], deadline: float) -> Mapping[bytes, Verdict]:
-        """The verdicts on the suspects among ``keys``; waits for them until ``deadline`` (time.monotonic()).
+        """Return the verdicts on the suspects among ``keys``, waiting for them until ``deadline`` (time.monotonic()).
 
-        A page without a clear verdict is examined again. UNCLEAR for one that is not examined in time.
+        A page without a clear verdict is examined again. A page not examined in time is UNCLEAR.
         """
         if not self._suspects:
             return {}
         with self._changed:
-            asked = [suspect for key in dict.fromkeys(keys) if (suspect := self._known(key)) is not None]
-            for suspect in asked:
+            requested = [suspect for key in dict.fromkeys(keys) if (suspect := self._known(key)) is not None]
+            for suspect in requested:
                 suspect.verdict = None
                 suspect.wanted += 1
-            if asked:
+            if requested:
                 self._start(now=True)
                 self._changed.wait_for(
-                    lambda: self._closing or all(suspect.verdict is not None for suspect in asked),
+                    lambda: self._closing or all(suspect.verdict is not None for suspect in requested),
                     max(0.0, deadline - time.monotonic()),
                 )
-            for suspect in asked:
+            for suspect in requested:
                 suspect.wanted -= 1
-            return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in asked}
+            return {suspect.key: suspect.verdict or Verdict.UNCLEAR for suspect in requested}
 
     def wait(self, timeout: float) -> bool:
         """Wait until all suspects are examined; for tools and tests."""
@@ -231,18 +231,18 @@ class BadPages:
             return self._changed.wait_for(lambda: not self._examining, timeout)
 
     def close(self) -> None:
-        """Waits for the request under way, which is bounded by the tier's timeout."""
+        """Stop, after waiting for the request in flight, which is bounded by the tier's timeout."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._loop.stop()
 
     def _known(self, key: bytes) -> _Suspect | None:
-        """The lock is held."""
+        """Return the suspect ``key`` unless its verdict has expired. The lock is held."""
         suspect = self._suspects.get(key)
         if suspect is None or suspect.verdict is None:
             return suspect
-        kept = PAUSE if suspect.verdict is Verdict.WITHHELD else _KEPT_IN_MIND
+        kept = PAUSE if suspect.verdict is Verdict.WITHHELD else _HIDDEN_SECONDS
         if self._clock() < suspect.judged + kept:
             return suspect
         del self._suspects[key]
@@ -251,9 +251,9 @@ class BadPages:
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _start(self, *, now: bool = False) -> None:
-        """The lock is held. ``now``: somebody waits, and the rest after the last examination is cut short."""
+        """Wake the thread, with the lock held. ``now``: a caller waits, so cut short the pause after an examination."""
         if now or not self._examining:
-            # Without a thread to be had: absent to this process until one is.
+            # If no thread can be started, the page stays absent for this process until one can.
             self._examining = self._loop.wake()
 
     def _examine_one(self) -> float | None:
@@ -268,11 +268,11 @@ class BadPages:
         try:
             verdict = self._examine(suspect)
         except BaseException:
-            # Also what is no Exception (a panic inside a client library): other pages wait to be examined.
+            # BaseException, too (a panic inside a client library), because other pages wait to be examined.
             logger.exception("tier %s: examining a page ended in an error that nobody expected", self._tier)
             verdict = Verdict.UNCLEAR
         self._metrics.add("suspect", verdict.value)
-        self._say(suspect, verdict)
+        self._log_verdict(suspect, verdict)
         with self._changed:
             suspect.verdict = verdict
             suspect.judged = self._clock()
@@ -304,7 +304,7 @@ class BadPages:
                     continue
                 if not self._budget.take():
                     return Verdict.WITHHELD
-                # Where no answer comes, it may be gone.
+                # If no answer comes, the object may have been removed, so the removal stays counted.
                 verdict = self._medium.remove_bad(suspect.key, stored)
                 if verdict is not Verdict.REMOVED:
                     self._budget.give_back()
@@ -317,7 +317,7 @@ class BadPages:
                 return verdict
         return Verdict.UNCLEAR
 
-    def _say(self, suspect: _Suspect, verdict: Verdict) -> None:
+    def _log_verdict(self, suspect: _Suspect, verdict: Verdict) -> None:
         if verdict is Verdict.REMOVED:
             page = suspect.key.hex()
             logger.warning("tier %s: page %s was bad (%s) and is removed", self._tier, page, suspect.reason)
@@ -334,8 +334,8 @@ _MESSAGES = {
 
 
 def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
-    """Why a stored object is not the page ``key``, whatever length its reader expected; None if it is the page, or if
-    the bytes that were read do not decide it."""
+    """Return why a stored object is not the page ``key``, whatever length its reader expected; None if it is the page,
+    or if the bytes that were read do not decide it."""
     if stored.length < 0:
         return "type"
     try:
@@ -343,7 +343,7 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
     except FormatError as error:
         return error.reason
     if len(stored.data) == stored.length:
-        # We write headers of the smallest length; the format allows longer ones.
+        # We write headers of the minimum length, but the format allows longer ones.
         place = page.header_length
         return envelope.reason_to_refuse(stored.data[:place], key, [stored.data[place:]])
     if page.key != key:
@@ -352,8 +352,8 @@ def reason_to_refuse(key: bytes, stored: Stored) -> str | None:
 
 
 class PoolStore(TierStore):
-    """A TierStore of a medium that several servers reach over a network: what is cleared there is hidden and swept
-    (clearing.py), and a page that arrived damaged is removed as this module says."""
+    """A TierStore on a medium that several servers reach over a network: cleared pages are hidden and swept
+    (clearing.py), and a page that arrived damaged is removed as this module describes."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -361,22 +361,22 @@ class PoolStore(TierStore):
         self._bad_pages = BadPages(name, self.metrics, self)
 
     def _part_of(self, key: bytes) -> Hashable:
-        """As of ``Clearing``."""
+        """Return the ``part_of`` for ``Clearing``; the default is a single part."""
 
-    # Both are called on the thread of ``BadPages``, and by ``remove_copies`` at the same time; never with memory of a
-    # batch.
+    # Both are called on the thread of ``BadPages``, and by ``remove_copies`` at the same time; never with a batch's
+    # memory.
 
     @abc.abstractmethod
     def read_again(self, key: bytes, most: int) -> Stored | None:
-        """The object, or its first ``most`` bytes, over a connection of its own and into memory of its own.
+        """Read the object, or its first ``most`` bytes, over a separate connection and into separate memory.
 
-        None when there is none. Bounded by the tier's timeout. Raises NotReadError.
+        Returns None if it is absent. Bounded by the tier's timeout. Raises NotReadError.
         """
 
     @abc.abstractmethod
     def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
-        """Remove the object if it still is ``bad``, by the server's comparison where it can: REMOVED, or DENIED; None
-        where it is another object by now, or gone. Raises NotReadError."""
+        """Remove the object if it is still ``bad``, comparing on the server if possible. Return REMOVED or DENIED, or
+        None if the object has been replaced or is gone. Raises NotReadError."""
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         removed = 0
@@ -390,17 +390,17 @@ class PoolStore(TierStore):
         return removed
 
     def wait_until_cleared(self, timeout: float) -> bool:
-        """Wait for the removal of what was cleared; for tools and tests."""
+        """Wait until the cleared pages are removed; for tools and tests."""
         return self._clearing.wait(timeout)
 
     def wait_until_examined(self, timeout: float) -> bool:
-        """Wait until the pages that arrived damaged have been looked at again; for tools and tests."""
+        """Wait until the pages that arrived damaged have been examined; for tools and tests."""
         return self._bad_pages.wait(timeout)
 
 
 def cut(length: int, at: float) -> Sequence[tuple[int, int]]:
-    """``length`` bytes in two pieces, cut at this share of their first half. Damage at a fixed place of every reply
-    then meets another place of the object. Nothing shorter than a header is cut."""
+    """Split ``length`` bytes into two pieces, at the fraction ``at`` of their first half, so that damage at a fixed
+    offset of every reply hits another offset of the object. Nothing shorter than a header is split."""
     if length < envelope.FIELDS_LENGTH:
         return [(0, length)]
     place = 2 + int((length // 2 - 2) * at)

@@ -1,17 +1,17 @@
-"""The base of a tier: what every tier repeats, once. Copy tiers/memory.py to begin a new one.
+"""The base of a tier: the code common to all tiers. Copy tiers/memory.py to begin a new one.
 
-A tier says what it is (``type_name``, ``shared``, ``details``) and writes five hooks: ``_read``, ``_write``, ``_has``,
-``_remove`` and ``_clear``. Where it needs them, it writes ``_lead``, ``_register`` and ``_close``, too.
+A tier describes itself (``type_name``, ``shared``, ``details``) and implements five hooks: ``_read``, ``_write``,
+``_has``, ``_remove`` and ``_clear``. If it needs them, it also implements ``_lead``, ``_register`` and ``_close``.
 
 The base guarantees to the hooks:
-  - none is called with nothing to do, nor after ``_close``; keys to remove and identities to clear come once each;
+  - none is called with nothing to do or after ``_close``; keys to remove and identities to clear contain no duplicates;
   - ``_close`` is called once, when no other hook runs;
   - an exception is logged and counted, and the caller gets an answer that is true whatever has happened;
-  - a kind of call (reads, writes, look-ups) that fails through and through is said for each reason, with what to do,
-    every ten minutes at most, and exported (``failing``), whatever the reason.
-A look-up that could not be asked is no page that is absent: the hook raises (``UnansweredError`` where some pages are
-known), and whoever guards the tier hears of it.
-The tier guarantees what ``contract/store.py`` asks of a store, and may be called from several threads at once.
+  - when every call of a kind (reads, writes, look-ups) fails, this is logged with a remedy, at most every ten minutes
+    for each reason, and exported (``failing``), whatever the reason.
+A failed look-up does not mean that a page is absent: the hook raises (``UnansweredError`` if some pages are known), and
+the guards of the tier are told.
+The tier guarantees what ``contract/store.py`` requires of a store, and may be called from several threads at a time.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_IN_A_ROW = {"read": 3, "write": 3, "look_up": 2}
-"""Failed calls of a kind without one that was answered. Reads and writes are tried again by guards."""
-_SAID_AGAIN = 600.0
-"""Seconds between two lines about one kind of call and one reason."""
+_FAILURES_IN_A_ROW = {"read": 3, "write": 3, "look_up": 2}
+"""Consecutive failed calls of a kind before that is reported. Guards retry reads and writes."""
+_REPEAT_AFTER = 600.0
+"""Seconds between two log lines about the same kind of call and the same reason."""
 _KINDS = {"get": "read", "set": "write", "contains": "look_up", "count_leading": "look_up"}
 _COSTS = {
     "read": "every read fails (%s): its pages are computed again",
@@ -49,14 +49,14 @@ _COSTS = {
 }
 _Result = TypeVar("_Result", GetResult, SetResult)
 _reasons: ContextVar[list[str] | None] = ContextVar("hicache_ext_reasons", default=None)
-"""Why the medium failed the current call, or refuses it."""
+"""The reasons why the medium failed or refused the current call."""
 
 
 class TierStore(abc.ABC):
-    """A PageStore of one medium. Threads: any."""
+    """A PageStore on one medium. Threads: any."""
 
     type_name: ClassVar[str]
-    """As in ``tiers.<name>.type`` of the configuration."""
+    """The value of ``tiers.<name>.type`` in the configuration."""
     shared: bool = False
     """Other machines see the same pages."""
 
@@ -66,10 +66,10 @@ class TierStore(abc.ABC):
         self._calls = CallGate(name)
         self._log = LimitedLog(logger)
         self._failed_calls = dict.fromkeys(_COSTS, 0)
-        """Of each kind, since one was answered."""
+        """Failed calls of each kind since the last one that was answered."""
         self._errors = (0, "")
-        """How many there were, and the reason of the last one: for a call whose own ones are noted on other threads."""
-        self._failing_log = LimitedLog(logger, _SAID_AGAIN)
+        """Number of errors and reason of the last one, for a call whose own errors are noted on other threads."""
+        self._failing_log = LimitedLog(logger, _REPEAT_AFTER)
         for kind in _COSTS:
             self.metrics.set_level("failing", kind, 0.0)
 
@@ -77,30 +77,30 @@ class TierStore(abc.ABC):
 
     @abc.abstractmethod
     def _read(self, batch: PageBatch) -> list[GetResult]:
-        """As ``get``: one result for each page, in order."""
+        """Implement ``get``: return one result for each page, in order."""
 
     @abc.abstractmethod
     def _write(self, batch: PageBatch) -> list[SetResult]:
-        """As ``set``: one result for each page, in order."""
+        """Implement ``set``: return one result for each page, in order."""
 
     @abc.abstractmethod
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        """As ``contains``. Raises UnansweredError, or anything else, where pages could not be asked for."""
+        """Implement ``contains``. Raise UnansweredError, or anything else, if the lookup of some pages failed."""
 
     @abc.abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:
-        """As ``remove``; no key comes twice."""
+        """Implement ``remove``; ``keys`` contains no duplicates."""
 
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        """As ``remove_copies``. For a tier that can compare: this does not, and loses a copy that came meanwhile."""
+        """Implement ``remove_copies``. Override it if the tier can compare: this may remove a copy that came since."""
         return self._remove(list(copies))
 
     @abc.abstractmethod
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """As ``clear``; no digest comes twice."""
+        """Implement ``clear``; ``digests`` contains no duplicates."""
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        """As ``count_leading``. For a tier that can stop at the first page that is absent."""
+        """Implement ``count_leading``. Override it if the tier can stop at the first absent page."""
         try:
             return leading(self._has(keys))
         except UnansweredError as error:
@@ -108,13 +108,13 @@ class TierStore(abc.ABC):
             raise
 
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:  # noqa: B027 - not every tier needs it
-        """As ``register_identity``, and may raise. For a tier that keeps the documents."""
+        """Implement ``register_identity``; may raise. Override it in a tier that keeps the documents."""
 
     def _close(self) -> None:  # noqa: B027 - as above
         """Release what the tier holds."""
 
     def details(self) -> dict[str, Any]:
-        """Facts for ``describe()``: from memory alone, no secrets, also after ``close()``."""
+        """Return facts for ``describe()``: from memory alone, without secrets, even after ``close()``."""
         return {}
 
     # -- what callers see ------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class TierStore(abc.ABC):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._answer(
-            "contains", lambda asked: one_for_each(self._has(asked), len(asked)), keys, [False] * len(keys)
+            "contains", lambda requested: one_for_each(self._has(requested), len(requested)), keys, [False] * len(keys)
         )
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
@@ -140,7 +140,7 @@ class TierStore(abc.ABC):
         return self._answer("remove", self._remove, list(dict.fromkeys(keys)), 0)
 
     def remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
-        """``RemovesCopies``."""
+        """Implement ``RemovesCopies``."""
         return self._answer("remove", self._remove_copies, copies, 0)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
@@ -168,24 +168,24 @@ class TierStore(abc.ABC):
             self._close()
 
     def diagnose(self) -> Sequence[Finding]:
-        """A round trip. Override it to say more: reachability, versions, clock, eviction policy. It never raises, is
-        bounded by the tier's own timeouts, and is called on a tool's thread, never by SGLang."""
+        """Try a round trip. Override this to report more: reachability, versions, clock, eviction policy. It never
+        raises, is bounded by the tier's own timeouts, and is called on a tool's thread, never by SGLang."""
         return try_store(self)
 
     def count_error(self, error: BaseException, pages: int = 1) -> None:
-        """Count ``error`` under ``error/<reason>``: the name of its errno where it has one."""
+        """Count ``error`` under ``error/<reason>``, where the reason is the name of its errno if it has one."""
         self.count_errors({error_reason(error): pages}, is_full=isinstance(error, OSError) and error.errno in _NO_SPACE)
 
     def count_errors(self, reasons: Mapping[str, int], *, words: str = "", is_full: bool = False) -> None:
-        """Count pages that the medium failed, by reason. ``words``: the reason for the log. ``is_full``: that is told
-        otherwise than as a failure."""
+        """Count pages that the medium failed, by reason. ``words``: the reason for the log. ``is_full``: the medium is
+        full, which is not reported as a failure."""
         if reasons:
             self.metrics.add_many("error", reasons)
             if not is_full:
                 self.note_refusal(words or max(reasons, key=reasons.__getitem__))
 
     def note_refusal(self, reason: str) -> None:
-        """The medium failed, or refuses what it is asked for; ``reason`` is for the log."""
+        """Note that the medium failed or refused a request; ``reason`` is for the log."""
         self._errors = self._errors[0] + 1, reason
         if (mine := _reasons.get()) is not None:
             mine.append(reason)
@@ -195,7 +195,7 @@ class TierStore(abc.ABC):
     def _moved(
         self, call: str, hook: Callable[[PageBatch], list[_Result]], batch: PageBatch, moved: _Result
     ) -> list[_Result]:
-        """The results of a batch, counted."""
+        """Run ``hook`` on a batch, count its results and return them."""
         pages = len(batch.sizes)
         with self._calls, _noting_reasons() as reasons:
             if pages == 0:
@@ -204,10 +204,10 @@ class TierStore(abc.ABC):
             try:
                 results = one_for_each(hook(batch), pages)
             except Exception as error:  # noqa: BLE001 - whatever a medium or its client library makes of it
-                results = [type(moved)[self._became_of_pages(error, call, pages)]] * pages
+                results = [type(moved)[self._result_of_failed_call(error, call, pages)]] * pages
         kind = type(moved)
         unmoved = [results.count(result) for result in (kind.ERROR, kind.TIMEOUT, kind.REJECTED)]
-        # A page that EXISTS was not written: it says nothing.
+        # A page that EXISTS was not written, so it does not show that writes work.
         if moved in results or (call == "get" and sum(unmoved) < pages):
             self._note_answered(call)
         elif reasons or unmoved[0] + unmoved[1]:
@@ -217,8 +217,8 @@ class TierStore(abc.ABC):
         self.metrics.add("bytes", call, batch.bytes_of(moved, results))
         return results
 
-    def _became_of_pages(self, error: Exception, call: str, pages: int) -> str:
-        """The name of the result of all pages of a call that raised. A medium that is full is no error."""
+    def _result_of_failed_call(self, error: Exception, call: str, pages: int) -> str:
+        """Return the name of the result for all pages of a call that raised. A full medium is not an error."""
         if call == "set" and isinstance(error, OSError) and error.errno in _NO_SPACE:
             self.metrics.add("rejected", "capacity", pages)
             return "REJECTED"
@@ -228,15 +228,15 @@ class TierStore(abc.ABC):
         return "TIMEOUT" if isinstance(error, TimeoutError) else "ERROR"
 
     def _answer(
-        self, call: str, hook: Callable[[Any], _Answer], asked: Collection[bytes] | None, none: _Answer
+        self, call: str, hook: Callable[[Any], _Answer], requested: Collection[bytes] | None, none: _Answer
     ) -> _Answer:
-        """What the hook says of ``asked``; ``none`` where that is empty, or the medium failed."""
+        """Return the hook's answer for ``requested``, or ``none`` if ``requested`` is empty or the medium failed."""
         with self._calls, _noting_reasons() as reasons:
-            if asked is not None and not len(asked):
+            if requested is not None and not len(requested):
                 return none
-            pages = 0 if asked is None else len(asked)
+            pages = 0 if requested is None else len(requested)
             try:
-                answer = hook(asked)
+                answer = hook(requested)
             except UnansweredError as error:
                 self.count_errors(error.reasons)
                 reason = reasons[-1] if reasons else self._errors[1]
@@ -259,7 +259,7 @@ class TierStore(abc.ABC):
         if kind is not None and (failed := self._failed_calls[kind]):
             self._failed_calls[kind] = 0
             self.metrics.set_level("failing", kind, 0.0)
-            if failed >= _IN_A_ROW[kind]:
+            if failed >= _FAILURES_IN_A_ROW[kind]:
                 words = "tier %s: %ss work again"
                 self._failing_log.log(logging.WARNING, kind, words, self.name, kind.replace("_", "-"))
 
@@ -268,7 +268,7 @@ class TierStore(abc.ABC):
         if kind is None:
             return
         self._failed_calls[kind] += 1
-        if self._failed_calls[kind] >= _IN_A_ROW[kind]:
+        if self._failed_calls[kind] >= _FAILURES_IN_A_ROW[kind]:
             self.metrics.set_level("failing", kind, 1.0)
             words = (
                 f"tier %s: {_COSTS[kind]}; hicache-ext doctor says more, docs/runbook.md#hicachecallsfail what to do"
@@ -279,9 +279,9 @@ class TierStore(abc.ABC):
         if isinstance(error, StoreClosedError):
             raise error
         self.count_error(error, pages)
-        # The place of an error that no medium makes is worth its lines; who writes a tier asks for that of others, too.
+        # A traceback is worth its lines only for errors that no medium makes; at DEBUG, tier authors get all of them.
         in_short = isinstance(error, OSError) and not logger.isEnabledFor(logging.DEBUG)
-        # A medium that fails fails a thousand times a second.
+        # A broken medium fails a thousand times a second, so log lines are limited by kind.
         kind, told = f"{call}: {type(error).__name__}", None if in_short else error
         self._log.log(logging.WARNING, kind, "tier %s: %s: %r", self.name, call, error, exc_info=told)
 
@@ -297,15 +297,15 @@ def _noting_reasons() -> Iterator[list[str]]:
 
 
 def one_for_each(answers: list[_Answer], pages: int) -> list[_Answer]:
-    """The answers of a hook or a store, if there is one for each page: callers put them together with their pages.
-    Raises ValueError."""
+    """Return the answers of a hook or a store. Raises ValueError unless there is one for each page, because callers
+    pair them with their pages."""
     if len(answers) != pages:
         raise ValueError(f"{len(answers)} answers for {pages} pages")
     return answers
 
 
 def error_reason(error: BaseException) -> str:
-    """A word for the metrics."""
+    """Return the reason of ``error`` as a word for the metrics."""
     if isinstance(error, OSError):
         known = errno.errorcode.get(error.errno or 0)
         unknown = f"errno_{error.errno}" if error.errno else "unknown"
@@ -314,7 +314,7 @@ def error_reason(error: BaseException) -> str:
 
 
 def leading(present: Sequence[bool | None]) -> int:
-    """The length of the leading run."""
+    """Return the length of the leading run of present pages."""
     for position, known in enumerate(present):
         if not known:
             return position
@@ -328,8 +328,8 @@ def leading_in_portions(
     growth: int = 1,
     longest: int = 1 << 20,
 ) -> int:
-    """The length of the leading run. Most chains end early, so it is asked for in portions, each ``growth`` times as
-    long as the one before, up to ``longest``."""
+    """Return the length of the leading run of present pages. Most chains end early, so the lookup proceeds in portions,
+    each ``growth`` times as long as the one before, up to ``longest``."""
     done = 0
     while done < len(keys):
         try:

@@ -1,12 +1,12 @@
-"""clear() where pages cannot all be removed at once: hidden from this process at once, removed in the background.
+"""clear() for media that cannot remove all pages in one step: hide them immediately, remove them in the background.
 
-Every tier keeps one rule: a write after clear() counts, and a page from before never comes back. ``Clearing`` keeps it
-for a tier that can list and remove. What was stored since clear() is visible and kept from the removal; everything else
-of the identity is absent to this process until a sweep has removed it. Other processes see the pages go one by one,
-which is harmless: they are right pages. A process that ends before that leaves the rest.
+Every tier obeys one rule: a page written after clear() stays, and a page from before never comes back. ``Clearing``
+implements it for a tier that can list and remove. Pages stored since clear() are visible and protected from the
+removal; all others of the identity are absent to this process until a sweep has removed them. Other processes see pages
+disappear one by one, which is harmless because their content is correct. A process that ends early leaves the rest.
 
-A tier lends a sweep for each clear(): it goes over the medium and removes what ``Cleared.old_pages`` gives it. It runs
-on the thread of ``Clearing`` and is tried again until it has ended well, one sweep at a time.
+A tier supplies a sweep for each clear(): it walks the medium and removes what ``Cleared.old_pages`` yields. Sweeps run
+one at a time on the thread of ``Clearing``, and each is retried until it succeeds.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from hicache_ext.runtime.background import RETRY, BackgroundLoop, Backoff, Retry
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = Backoff(0.25, 10.0)
-"""Seconds before sweeps that failed are tried again."""
+"""Seconds before failed sweeps are retried."""
 _WRITER_PAUSE = 0.01
-"""Seconds before a sweep that met pages under way is repeated."""
+"""Seconds before a sweep that found pages being written is repeated."""
 
 
 @dataclass(eq=False, slots=True)
 class Cleared:
-    """One clear(): the identities (None: all), and how far the removal is."""
+    """One clear(): its identities (None: all) and the progress of the removal."""
 
     digests: frozenset[bytes] | None
     sweep: Callable[[Cleared], None]
-    """Raises ClearLaterError. Ends early, and then not well, only when the store is closing."""
+    """Removes the old pages; raises ClearLaterError. Ends early, incomplete, only when the store is closing."""
     found: set[bytes] = field(default_factory=set)
-    """Identities that had pages, as far as they were met."""
+    """Identities found to have pages so far."""
     closing: bool = False
-    """The store is being closed: a sweep ends as soon as it can."""
+    """The store is closing: a sweep must end as soon as it can."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _kept: set[bytes] = field(default_factory=set)
-    """Pages stored since."""
+    """Pages stored since clear()."""
     _writing: set[bytes] = field(default_factory=set)
-    """Pages under way."""
+    """Pages being written."""
     _removing: frozenset[bytes] = frozenset()
-    """Pages in the removal under way: a writer of one waits until it has ended."""
+    """Pages being removed: a writer of one of them waits until the removal has ended."""
     _finished: set[Hashable] = field(default_factory=set)
     _skipped: bool = False
-    """Pages under way were left out of the sweep."""
+    """The sweep left out pages that were being written."""
     _tried: bool = False
 
     @contextmanager
     def old_pages(self, keys: Iterable[bytes]) -> Iterator[frozenset[bytes]]:
-        """Those of ``keys``, pages of these identities, that are to be removed inside the block."""
+        """Yield those of ``keys``, pages of these identities, that the block has to remove."""
         with self._changed:
             met = set(keys) - self._kept
             self.found |= {key[:IDENTITY_LENGTH] for key in met}
@@ -70,19 +70,19 @@ class Cleared:
                 self._changed.notify_all()
 
     def finish(self, part: Hashable) -> None:
-        """A part of the medium (``part_of``) was swept to its end: nothing is hidden there any more."""
+        """Note that a part of the medium (``part_of``) was swept completely: nothing is hidden there any more."""
         with self._changed:
             if not self._skipped:
                 self._finished.add(part)
 
     def is_finished(self, part: Hashable) -> bool:
-        """The part need not be swept again."""
+        """Return whether the part was swept completely and need not be swept again."""
         return part in self._finished
 
     def has(self, digest: bytes) -> bool:
         return self.digests is None or digest in self.digests
 
-    def _concerns(self, key: bytes, part: Hashable) -> bool:
+    def _covers(self, key: bytes, part: Hashable) -> bool:
         return self.has(key[:IDENTITY_LENGTH]) and part not in self._finished
 
 
@@ -91,16 +91,16 @@ class Writing:
     """A write of some pages."""
 
     cleared: frozenset[bytes] = frozenset()
-    """Pages whose stored copies, if there are any, were cleared: to be replaced, and no reason to answer EXISTS."""
+    """Pages whose stored copies, if any, were cleared: they must be replaced instead of answered EXISTS."""
     stored: set[bytes] = field(default_factory=set)
-    """Filled by the writer: pages that are there now."""
+    """Pages that are stored now; filled by the writer."""
 
 
 class Clearing:
     """The clear() calls of one store. Threads: any."""
 
     def __init__(self, name: str, part_of: Callable[[bytes], Hashable] = lambda key: None) -> None:
-        """``part_of``: the part of the medium that holds a key (a server of a cluster), where parts are swept apart."""
+        """``part_of``: returns the part (a server of a cluster) that holds a key, if parts are swept separately."""
         self._name = name
         self._part_of = part_of
         self._changed = threading.Condition()
@@ -108,13 +108,13 @@ class Clearing:
         self._loop = BackgroundLoop(f"hicache-{name}-clear", self._sweep_all, _ATTEMPTS)
 
     def clear(self, digests: Sequence[bytes] | None, sweep: Callable[[Cleared], None], seconds: float = 0.0) -> int:
-        """Hide the pages of these identities (None: of all) and have them removed; how many identities had pages, as
-        far as that is known after ``seconds``."""
+        """Hide the pages of these identities (None: of all) and remove them in the background. Return how many
+        identities had pages, as far as known after ``seconds``."""
         cleared = Cleared(None if digests is None else frozenset(digests), sweep, _changed=self._changed)
         with self._changed:
             self._waiting = [*self._waiting, cleared]
         if not self._loop.wake():
-            # No thread to be had: better slow than never.
+            # No thread can be started, so sweep on this one.
             self._sweep_all()
         with self._changed:
             self._changed.wait_for(lambda: cleared._tried, seconds)
@@ -122,29 +122,29 @@ class Clearing:
 
     @property
     def hides_some(self) -> bool:
-        """Whether ``hides`` may be true of any key."""
+        """Return whether ``hides`` may return True for any key."""
         return bool(self._waiting)
 
     def hides(self, key: bytes) -> bool:
-        """Whether what is stored under ``key`` was cleared."""
+        """Return whether the page stored under ``key`` was cleared."""
         if not self._waiting:
             return False
         with self._changed:
             part = self._part_of(key)
-            return any(key not in cleared._kept and cleared._concerns(key, part) for cleared in self._waiting)
+            return any(key not in cleared._kept and cleared._covers(key, part) for cleared in self._waiting)
 
     @contextmanager
     def writing(self, keys: Collection[bytes], deadline: float = math.inf) -> Iterator[Writing]:
-        """Around a write: keeps the removal off these pages. A clear() that begins meanwhile may remove them.
+        """Protect these pages from removal during a write. A clear() that begins in the meantime may remove them.
 
-        Waits for the removal under way of one of them, and for another writer of one: it would take the page that the
-        other stores for the cleared copy. Raises TimeoutError at ``deadline`` (time.monotonic()).
+        Waits while one of them is being removed or written by another caller, because this writer would take the
+        other's new page for the cleared copy. Raises TimeoutError at ``deadline`` (time.monotonic()).
         """
         if not self._waiting:
             yield Writing()
             return
         with self._changed:
-            # One step with the claim below: no removal takes one of these pages up in between.
+            # Under the same lock as the claim below, so that no removal picks one of these pages in between.
             is_free = self._changed.wait_for(
                 lambda: all(
                     clear._writing.isdisjoint(keys) and clear._removing.isdisjoint(keys) for clear in self._waiting
@@ -155,7 +155,7 @@ class Clearing:
                 raise TimeoutError("these pages are being written, or cleared copies of them are being removed")
             parts = {key: self._part_of(key) for key in keys}
             concerned = [
-                (cleared, [key for key, part in parts.items() if cleared._concerns(key, part)])
+                (cleared, [key for key, part in parts.items() if cleared._covers(key, part)])
                 for cleared in self._waiting
             ]
             for cleared, under_way in concerned:
@@ -173,15 +173,15 @@ class Clearing:
                 self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything cleared is removed; False when it is not in time, or when sweeps fail."""
+        """Wait until all cleared pages are removed; return False on timeout or if sweeps fail."""
         with self._changed:
             if self._loop.running:
                 self._changed.wait_for(lambda: all(cleared._tried for cleared in self._waiting), timeout)
             return not self._waiting
 
     def close(self, timeout: float | None = None, *, request: float | None = None) -> None:
-        """Let the removal end, for at most ``timeout`` seconds, and the request under way, for at most ``request``
-        seconds (None: it ends by itself)."""
+        """Wait at most ``timeout`` seconds for the removal, then at most ``request`` seconds for the request in flight
+        (None: until it ends)."""
         done = self.wait(timeout)
         with self._changed:
             for cleared in self._waiting:

@@ -16,7 +16,7 @@ class Level(enum.Enum):
     NOTE = "note"
     """Worth knowing; nothing has to be done."""
     WARNING = "warning"
-    """It works, and costs something: speed, room, safety."""
+    """It works, but at a cost in speed, space or safety."""
     ERROR = "error"
     """It does not work."""
 
@@ -32,7 +32,7 @@ class Finding:
 
 
 def moves_of(page: str) -> Finding:
-    """Whether pages move in native code. ``page`` of the documentation says more."""
+    """Return a finding on whether native code moves pages. ``page`` of the documentation has the details."""
     why = native.why_not()
     if why is None:
         return Finding("pages", Level.OK, "move in native code")

@@ -1,10 +1,10 @@
-"""Which pages of one identity are in which packs: an index in memory, filled from names (page/pack.py).
+"""An in-memory index of the packs that hold the pages of one identity, filled from pack names (page/pack.py).
 
-A page takes 22 bytes: 16 in two sorted arrays, 6 in its pack; a pack takes about 400 beside them. What was added last
-is in a dictionary (about 120 bytes a page) until there is an eighth as much of it as of the rest.
+A page takes 22 bytes: 16 in two sorted arrays, 6 in its pack; a pack takes about 400 more. Recently added pages are in
+a dictionary (about 120 bytes a page) until they number an eighth of the rest.
 
-The index says what names say. A page that it finds may be gone, or be another one with the same short hash: who reads
-it finds out, and says so (``forget``, ``forget_pages``).
+The index knows only what names tell. A page that it finds may be gone, or be a different page with the same short hash;
+the reader notices and reports that (``forget``, ``forget_pages``).
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from hicache_ext.page.pack import Pack, Tombstone, short_numbers
 _POSITION_BITS = 6
 _POSITIONS = (1 << _POSITION_BITS) - 1
 _FEWEST_MERGED = 4096
-"""Pages that are added before they are sorted in."""
+"""Fewest pages added before they are merged into the sorted arrays."""
 _PACK_BYTES, _PAGE_BYTES = 400, 22
 _MOST_TOMBSTONES = 4 * (_POSITIONS + 1)
-"""Of a pack: of each page one, and some by others who removed it simultaneously."""
+"""Tombstones kept per pack: one for each page, and more for simultaneous removals by other processes."""
 MOST_BYTES = 1 << 30
-"""Of memory, by those two: whatever a medium lists, an index grows no further. 600,000 packs of 64 pages."""
+"""Memory limit of an index by these two sizes, whatever a medium lists: about 600,000 packs of 64 pages."""
 
 
 class Place(NamedTuple):
-    """Where a page is."""
+    """The place of a page in a pack."""
 
     pack: Pack
     position: int
 
     @property
     def offset(self) -> int:
-        """Of its header, in bytes from the start of the pack."""
+        """Return the offset of the page's header in the pack, in bytes."""
         return self.position * self.pack.page_bytes
 
     @property
     def mask(self) -> int:
-        """Of a tombstone for this page."""
+        """Return the mask of a tombstone for this page."""
         return 1 << self.position
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pages that stand one behind the other in a pack."""
+    """Consecutive pages of a pack."""
 
     pack: Pack
     first: int
-    """Position of the first one in the pack."""
+    """Position of the first page in the pack."""
     members: list[int]
-    """What each one is to the caller: its position among the places that were given to ``runs``."""
+    """Position of each page among the places passed to ``runs``."""
 
     @property
     def offset(self) -> int:
@@ -70,25 +70,24 @@ class Run:
 
 
 class PackIndex:
-    """The packs of one identity. Threads: any; nothing waits for I/O."""
+    """The packs of one identity. Threads: any; no call waits for I/O."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._packs: list[Pack | None] = []
-        """By number; None: forgotten, its pages are still in the arrays."""
+        """The packs by number; None for a forgotten pack whose pages are still in the arrays."""
         self._absent: list[int] = []
-        """Masks of pages that are not found, by number of the pack: the dead ones, and what ``forget_pages`` was told.
-        """
+        """Masks, by pack number, of pages that lookups skip: dead pages and those passed to ``forget_pages``."""
         self._numbers: dict[str, int] = {}
         self._tombstones: dict[str, list[Tombstone]] = {}
         self._hashes: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """Sorted."""
+        """Short hashes of the merged pages, sorted."""
         self._places: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """Number of the pack and position in it, for each of the hashes."""
+        """Pack number and position in the pack, for each of the hashes."""
         self._recent: dict[int, tuple[int, ...]] = {}
-        """The same for what was added last."""
+        """Short hash -> places, for pages not merged yet."""
         self._stale = 0
-        """Pages in the arrays whose packs are forgotten."""
+        """Number of pages in the arrays whose packs are forgotten."""
         self._page_count = 0
         self._tombstone_count = 0
 
@@ -100,12 +99,12 @@ class PackIndex:
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, pack: Pack) -> bool:
-        """Whether the pack was not known yet, and is now. Those that are known longest make room for it."""
+        """Add a pack and return whether it was new. If the index is full, forget the packs known longest."""
         with self._lock:
             if pack.id in self._numbers:
                 return False
             if self._is_full:
-                # Some at a time: to look for the first one takes longer the more have gone.
+                # A batch at a time, because finding the first entry takes longer the more entries were deleted.
                 for known_longest in list(islice(self._numbers, len(self._numbers) // 16 + 1)):
                     self._forget(known_longest)
             number = len(self._packs)
@@ -120,7 +119,7 @@ class PackIndex:
             return True
 
     def add_tombstone(self, tombstone: Tombstone) -> Pack | None:
-        """The pack of which no page lives any more, if this was the last; its tombstones are ``tombstones_of`` it.
+        """Add a tombstone; return its pack if no page of it is alive any more. ``tombstones_of`` has its tombstones.
 
         A tombstone may come before its pack.
         """
@@ -142,12 +141,12 @@ class PackIndex:
             return list(self._tombstones.get(pack_id, ()))
 
     def without_packs(self) -> list[list[Tombstone]]:
-        """The tombstones of each pack that is not known: right after a whole listing, of each that is gone."""
+        """Return the tombstones of each unknown pack: directly after a complete listing, of each pack that is gone."""
         with self._lock:
             return [list(some) for pack_id, some in self._tombstones.items() if pack_id not in self._numbers]
 
     def forget(self, pack_id: str) -> None:
-        """The pack is gone. Its tombstones go with it."""
+        """Forget a pack that is gone, and its tombstones."""
         with self._lock:
             self._forget(pack_id)
 
@@ -165,14 +164,14 @@ class PackIndex:
             self._merge()
 
     def forget_pages(self, pack_id: str, mask: int) -> None:
-        """They are not found any more: gone, other pages than their names say, or gone for this process alone."""
+        """Skip these pages in lookups: they are gone, differ from their names, or are absent for this process only."""
         with self._lock:
             number = self._numbers.get(pack_id)
             if number is not None:
                 self._absent[number] |= mask
 
     def ids(self) -> set[str]:
-        """Of the packs that are known: what a whole listing that begins now does not show is gone."""
+        """Return the ids of the known packs. Those missing from a complete listing that begins now are gone."""
         with self._lock:
             return set(self._numbers)
 
@@ -187,7 +186,7 @@ class PackIndex:
             return None if number is None else self._packs[number]
 
     def dead_mask(self, pack_id: str) -> int:
-        """The pages of a pack that tombstones took away."""
+        """Return the mask of the pages of a pack that tombstones removed."""
         with self._lock:
             return self._dead_mask(pack_id)
 
@@ -196,13 +195,13 @@ class PackIndex:
 
     @property
     def page_count(self) -> int:
-        """Pages of all packs, dead ones, too."""
+        """Return the number of pages in all packs, including dead ones."""
         return self._page_count
 
     # -- looking up ------------------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
-        """Where each page is that lives: the newest one of several."""
+        """Return the place of each page that is alive (the newest if there are several), else None."""
         wanted = short_numbers(keys)
         found: list[Place | None] = [None] * len(wanted)
         with self._lock:
@@ -210,7 +209,7 @@ class PackIndex:
                 return found
             begins = np.searchsorted(self._hashes, wanted)
             counts = np.searchsorted(self._hashes, wanted, "right") - begins
-            # One more, for what would stand behind the last.
+            # One extra element, because ``begins`` may point past the end.
             first = np.append(self._places, 0)[begins]
             recent, packs, absent = self._recent, self._packs, self._absent
             members: Iterable[tuple[int, Sequence[int]]]
@@ -227,17 +226,17 @@ class PackIndex:
                         several = [*added, *self._places[begin : begin + count].tolist()]
                         found[member] = max(self._living(several), key=_age, default=None)
                     continue
-                # As nearly always, and so without a call.
+                # The usual case, so inlined without a call.
                 place = place if count else added[0]
                 pack, position = packs[place >> _POSITION_BITS], place & _POSITIONS
                 if pack is None or absent[place >> _POSITION_BITS] >> position & 1:
                     continue
-                # Place(pack, position), in a third of the time.
+                # Equivalent to Place(pack, position) in a third of the time.
                 found[member] = tuple.__new__(Place, (pack, position))
         return found
 
     def find_all(self, key: bytes) -> list[Place]:
-        """Every place of a page where it lives. Not in order of age."""
+        """Return every place where a page is alive, not ordered by age."""
         number = int(short_numbers([key])[0])
         with self._lock:
             begin, end = (np.searchsorted(self._hashes, number, side) for side in ("left", "right"))
@@ -255,7 +254,7 @@ class PackIndex:
     # -- the arrays ------------------------------------------------------------------------------------------------
 
     def _merge(self) -> None:
-        """Sort in what was added, and leave out what is forgotten. Numbers of packs change."""
+        """Merge recent pages into the arrays and drop forgotten ones. Renumbers the packs."""
         kept = [number for number, pack in enumerate(self._packs) if pack is not None]
         new_numbers = np.full(len(self._packs), -1, np.int64)
         new_numbers[kept] = np.arange(len(kept))
@@ -275,7 +274,7 @@ class PackIndex:
 
 
 def runs(places: Sequence[Place | None], most_bytes: int) -> list[Run]:
-    """The places as runs of at most ``most_bytes`` (one page at least), in the order of packs and of pages in them."""
+    """Group the places into runs of at most ``most_bytes`` (at least one page), ordered by pack and position."""
     known = [(place.pack.id, place.position, member) for member, place in enumerate(places) if place is not None]
     found: list[Run] = []
     for pack_id, position, member in sorted(known):

@@ -1,7 +1,7 @@
-"""The types of tier: what each name in ``tiers.<name>.type`` stands for.
+"""The tier types: the class behind each name in ``tiers.<name>.type``.
 
-Ours are in a table; other packages bring theirs through the entry point group ``hicache_ext.tiers``
-(docs/write-a-tier.md). A type's module is imported when a configuration names it, its store when it is opened.
+Ours are in a table; other packages provide theirs through the entry point group ``hicache_ext.tiers``
+(docs/write-a-tier.md). A type's module is imported when a configuration names it, its store when a tier is opened.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GROUP = "hicache_ext.tiers"
-"""The entry point group: name of the type = module:class of its ``TierType``."""
+"""The entry point group; its entries are: type name = module:class of its ``TierType``."""
 
 _OUR_PACKAGE = "hicache-ext"
 _OURS = {
@@ -38,29 +38,29 @@ _OURS = {
 
 
 class TierType(ABC):
-    """One type of tier. Made once, without arguments.
+    """One type of tier. Instantiated once, without arguments.
 
-    Its module is imported to check a configuration, so it imports the configuration class and nothing heavy: ``open``
-    imports the store.
+    Its module is imported to check a configuration, so it imports only the configuration class and nothing heavy:
+    ``open`` imports the store.
     """
 
     config: ClassVar[type[Any]]
     """The class of the settings, a ``TierConfig`` (config/tier.py)."""
     install: ClassVar[str] = ""
-    """The command that installs the packages which the store imports, where this one does not bring them."""
+    """The command that installs packages which the store imports and this package does not bring."""
 
     @abstractmethod
     def open(self, name: str, tier: Any) -> PageStore:
-        """The store of ``tiers.<name>``; ``tier`` is an instance of ``config``.
+        """Open and return the store of ``tiers.<name>``; ``tier`` is an instance of ``config``.
 
-        Raises StoreSetupError, or ConfigError for what only this machine shows to be wrong. May be called from any
+        Raises StoreSetupError, or ConfigError for mistakes that show only on this machine. May be called from any
         thread, and again after it has raised."""
 
     def examine(self, name: str, tier: Any) -> Sequence[Finding]:
-        """What there is to say of a tier, for ``hicache-ext doctor``: what it holds stays as it is.
+        """Return findings about a tier for ``hicache-ext doctor``, without changing its pages.
 
-        This one opens the tier and asks it (``diagnose``); of a store that has nothing to say it tries a few pages
-        of an identity of their own, which are removed again. Raises as ``open``."""
+        The default opens the tier and calls its ``diagnose``. If the store has none, it tries a few pages under a
+        separate identity and removes them again. Raises the errors of ``open``."""
         from hicache_ext.storage.contract.trial import try_store
 
         with closing(self.open(name, tier)) as store:
@@ -68,18 +68,18 @@ class TierType(ABC):
             return try_store(store) if diagnose is None else diagnose()
 
     def series(self) -> Mapping[str, Sequence[str]]:
-        """Event -> reasons that its stores count beside those of every tier (reports.py), so that they are exported
-        before the first event."""
+        """Return the reasons, by event, that its stores count besides those of every tier (reports.py), so that they
+        are exported before the first event."""
         return {}
 
 
 def tier_type_names() -> list[str]:
-    """The names of all types, sorted. Imports none of them."""
+    """Return the names of all types, sorted, without importing any of them."""
     return sorted(_entries())
 
 
 def tier_type(name: str) -> TierType:
-    """The type of this name. Raises TierTypeError where nothing or more than one thing has the name, or it cannot be
+    """Return the type of this name. Raises TierTypeError if none or several have the name, or if it cannot be
     imported."""
     found = _entries().get(name, {})
     if len(found) > 1:
@@ -95,7 +95,7 @@ def tier_type(name: str) -> TierType:
 
 
 def open_tier(name: str, tier: Any) -> PageStore:
-    """The store of one configured tier. Raises StoreSetupError, TierTypeError or ConfigError with a sentence."""
+    """Open the store of one configured tier. Raises StoreSetupError, TierTypeError or ConfigError with a sentence."""
     kind = tier_type(tier.type)
     with _missing_packages_named(name, kind), ExitStack() as undo:
         bare = kind.open(name, tier)
@@ -106,9 +106,9 @@ def open_tier(name: str, tier: Any) -> PageStore:
 
 
 def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
-    """``TierType.examine`` of one configured tier. Raises as ``open_tier``."""
+    """Run ``TierType.examine`` for one configured tier. Raises the errors of ``open_tier``."""
     kind = tier_type(tier.type)
-    # What is wrong with its keys is said, too.
+    # Called for its errors: it reports what is wrong with the tier's keys.
     tier.transforms(name)
     with _missing_packages_named(name, kind):
         return kind.examine(name, tier)
@@ -116,7 +116,7 @@ def examine_tier(name: str, tier: Any) -> Sequence[Finding]:
 
 @contextmanager
 def _missing_packages_named(name: str, kind: TierType) -> Iterator[None]:
-    """A package that the store imports and that is not there, or cannot be imported, is a StoreSetupError."""
+    """Raise StoreSetupError if a package that the store imports is missing or cannot be imported."""
     try:
         yield
     except ImportError as error:
@@ -129,7 +129,7 @@ def _missing_packages_named(name: str, kind: TierType) -> Iterator[None]:
 
 
 def series_of_type(name: str) -> Mapping[str, Sequence[str]]:
-    """``TierType.series``; none of a store whose type is not registered."""
+    """Return ``TierType.series`` of the type ``name``; empty if the type is not registered."""
     try:
         return tier_type(name).series()
     except TierTypeError:
@@ -137,7 +137,7 @@ def series_of_type(name: str) -> Mapping[str, Sequence[str]]:
 
 
 def broken_tier_types() -> list[TierTypeError]:
-    """What is wrong with types that other packages bring. Imports every type."""
+    """Return the errors of types that other packages provide. Imports every type."""
     errors = []
     for name in tier_type_names():
         try:
@@ -148,7 +148,7 @@ def broken_tier_types() -> list[TierTypeError]:
 
 
 def _entries() -> dict[str, dict[str, EntryPoint]]:
-    """Name -> package -> where its class is."""
+    """Return the entry points by type name and package."""
     found = {name: {_OUR_PACKAGE: EntryPoint(name, value, GROUP)} for name, value in _OURS.items()}
     for package, entry in _installed(tuple(sys.path)):
         found.setdefault(entry.name, {})[package] = entry
@@ -157,27 +157,27 @@ def _entries() -> dict[str, dict[str, EntryPoint]]:
 
 @functools.lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...]) -> list[tuple[str, EntryPoint]]:
-    """With their packages. ``path``: what ``sys.path`` is, where packages are looked for."""
+    """Return the entry points of other packages. ``path``: the current ``sys.path``, as the cache key."""
     try:
         entries = importlib.metadata.entry_points(group=GROUP)
-    except Exception as error:  # noqa: BLE001 - of any package that is installed: ours need none of them
+    except Exception as error:  # noqa: BLE001 - any installed package may cause it, and our types need none of them
         logger.warning("hicache_ext: tier types of other packages cannot be looked for: %s", _words(error))
         return []
     return [(_package_of(entry), entry) for entry in entries]
 
 
 def _package_of(entry: EntryPoint) -> str:
-    """Its name, or where its class is: a removal that was cut short leaves entry points without a name."""
+    """Return the package's name, or else the class's location: interrupted uninstalls leave entry points unnamed."""
     try:
         name = None if entry.dist is None else entry.dist.name
-    except Exception:  # noqa: BLE001 - what a parser makes of files that are missing or damaged
+    except Exception:  # noqa: BLE001 - a parser may raise anything for missing or damaged files
         name = None
     return name or entry.value
 
 
 @functools.cache
 def _loaded(entry: EntryPoint) -> TierType:
-    """Raises whatever an import may raise, and TypeError."""
+    """Import and instantiate the type. Raises whatever an import may raise, and TypeError."""
     loaded = entry.load()
     if not (isinstance(loaded, type) and issubclass(loaded, TierType) and isinstance(loaded.config, type)):
         raise TypeError(f"{entry.value} is no subclass of TierType with a class config")
@@ -185,5 +185,5 @@ def _loaded(entry: EntryPoint) -> TierType:
 
 
 def _words(error: Exception) -> str:
-    """On one line."""
+    """Format ``error`` on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())

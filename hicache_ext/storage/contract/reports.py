@@ -1,8 +1,8 @@
-"""Metrics of a tier beside its counts: is it up, how full is it; and every series from the start.
+"""Gauges of a tier (whether it is up, how full it is), and the declaration of all its series.
 
-The exporting thread asks once a second (``reported``) and must not wait: a tier answers from memory, and what only its
-medium knows is read by a thread of the tier (``LastLook``). Series exist before their first event, because a rate does
-not see the first event of a series that begins with it, and a tier that was never reached has no events. Reasons:
+The exporting thread calls ``reported`` once a second and must not wait: a tier answers from memory, and a thread of the
+tier reads what only its medium knows (``LastLook``). Series exist before their first event, because a rate misses the
+event with which a series begins, and a tier that was never reached has no events. Reasons:
 docs/decisions/metrics-and-events.md.
 """
 
@@ -38,31 +38,31 @@ UNKNOWN: Gauges = {
     "hit_share_at_twice": math.nan,
     "hit_share_at_four_times": math.nan,
 }
-"""Gauges of a tier that has none of its own; HELP in metrics_export.py explains each."""
+"""Gauges of a tier that reports none; HELP in metrics_export.py explains each."""
 
 NOT_REACHED: Gauges = {**dict.fromkeys(UNKNOWN, 0.0)}
 """Gauges of a tier that has never been reached."""
 
 
 def reported(tiers: Sequence[PageStore]) -> list[TierMetrics]:
-    """The metrics of these tiers, for an exporter, with all series and the gauges as they are now. On one thread."""
+    """Return the metrics of these tiers, with all series and current gauges, for an exporter. Call on one thread."""
     reports = []
     for tier in tiers:
-        # Read once: those of a tier that is opened late become others meanwhile.
+        # Read once, because a tier that is opened late replaces its metrics.
         metrics = tier.metrics
         reports.append(metrics)
         if ("tier_up", "") not in metrics.levels():
             try:
                 series = _series_of(tier)
             except Exception:
-                # A type of another package: its mistake must not cost the metrics of all tiers.
+                # The type may come from another package, whose mistake must not cost the metrics of all tiers.
                 logger.exception("hicache_ext: tier %s does not say which series it has", tier.name)
                 series = OF_EVERY_TIER
             metrics.declare(series, OPERATIONS)
             metrics.set_level("tier_up", "", math.nan)
         try:
             known = gauges_of(tier)
-        except Exception as error:  # noqa: BLE001 - one tier's trouble must not hide the others
+        except Exception as error:  # noqa: BLE001 - a failing tier must not hide the others
             logger.debug("hicache_ext: tier %s does not say how it is: %s", tier.name, type(error).__name__)
             continue
         for name, value in {**UNKNOWN, **known}.items():
@@ -71,42 +71,42 @@ def reported(tiers: Sequence[PageStore]) -> list[TierMetrics]:
 
 
 class LastLook:
-    """The last values read from a medium. They are read on a thread of its own, when somebody asks and they are old:
-    the caller gets the known values at once, and never waits for a medium that hangs. Threads: any."""
+    """The values last read from a medium. When they are requested and stale, a separate thread refreshes them: the
+    caller gets the known values immediately and never waits for a medium that hangs. Threads: any."""
 
     def __init__(self, name: str, look: Callable[[], Gauges], interval: float) -> None:
-        """``look`` may raise: the known values stay then. ``interval``: seconds between two reads."""
+        """``look`` reads the values; if it raises, the known ones stay. ``interval``: seconds between two reads."""
         self._look = look
         self._interval = interval
         self._known: Gauges = {}
         self._looked = -math.inf
-        self._asked = False
+        self._pending = False
         self._loop = BackgroundLoop(f"hicache-{name}-look", self._look_now)
 
     def known(self) -> Gauges:
-        if not self._asked and time.monotonic() - self._looked >= self._interval:
-            self._asked = True  # before the look, which may have ended when wake() returns
+        if not self._pending and time.monotonic() - self._looked >= self._interval:
+            self._pending = True  # set first, because the look may have ended when wake() returns
             if not self._loop.wake():
-                self._asked = False
+                self._pending = False
         return self._known
 
     def _look_now(self) -> float:
         try:
             self._known = self._look()
-        except Exception as error:  # noqa: BLE001 - whatever a broken medium makes of it
-            # Only the type: the message of a client library may repeat what it sent.
+        except Exception as error:  # noqa: BLE001 - a broken medium may raise anything
+            # Only the type, because the message of a client library may repeat what it sent.
             logger.debug("hicache_ext: a look at how full a tier is ended in %s", type(error).__name__)
         finally:
-            self._looked, self._asked = time.monotonic(), False
+            self._looked, self._pending = time.monotonic(), False
         return math.inf
 
     def close(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for a look under way; one that hangs is left behind."""
+        """Wait up to ``seconds`` for a read in flight; abandon one that hangs."""
         self._loop.stop(seconds)
 
 
 class RecentMean:
-    """The mean of the values noted since the last ``take``; without any, the last mean again. Threads: any."""
+    """The mean of the values noted since the last ``take``, or the previous mean if there are none. Threads: any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -121,7 +121,7 @@ class RecentMean:
             self._count += count
 
     def take(self) -> float:
-        """The mean; 0 before anything was noted."""
+        """Return the mean and start a new one; 0 before any value was noted."""
         with self._lock:
             if self._count:
                 self._last = self._sum / self._count
@@ -131,7 +131,7 @@ class RecentMean:
 
 # -- the series ----------------------------------------------------------------------------------------------------
 #
-# Reasons that come from outside (error codes of a system) are those that occur; others begin with their first event.
+# Of reasons from outside (error codes of a system), only common ones are listed; others begin with their first event.
 
 OPERATIONS = ("get", "set", "exists")
 """Operations whose latencies every tier has."""
@@ -177,7 +177,7 @@ OF_EVERY_TIER: Mapping[str, Sequence[str]] = {
 OF_ADMITTING_TIERS: Mapping[str, Sequence[str]] = {
     "admission": ("admitted_first", "admitted_again", "refused_first", "refused_behind", "refused_budget"),
 }
-"""Series of a tier that does not write everything that it is offered."""
+"""Series of a tier with admission, which does not write every page it is offered."""
 
 OF_SEALED_TIERS: Mapping[str, Sequence[str]] = {
     "unsealed": ("",),
@@ -191,7 +191,7 @@ OF_SEALED_TIERS: Mapping[str, Sequence[str]] = {
 
 
 OF_LOSSY_TIERS: Mapping[str, Sequence[str]] = {"lossy": LOSSY_CODECS}
-"""Series of a tier from which pages may come back otherwise than they were."""
+"""Series of a tier that may return pages that differ from those written."""
 
 
 def _series_of(tier: PageStore) -> Mapping[str, Sequence[str]]:

@@ -34,7 +34,7 @@ class GetResult(enum.Enum):
     HIT = "hit"
     """Identity, page hash, length and checksum agree; the segments hold the page."""
     MISS = "miss"
-    """Absent."""
+    """The page is absent."""
     CORRUPT = "corrupt"
     """An object was found that is not this page; the next write replaces it if the stored copy is bad."""
     TIMEOUT = "timeout"
@@ -51,11 +51,11 @@ class SetResult(enum.Enum):
     STORED = "stored"
     """Written by this call."""
     EXISTS = "exists"
-    """It was there; the first writer wins."""
+    """It was already there; the first writer wins."""
     REFUSED = "refused"
-    """Not stored, because it is not worth it: admission (tiering/admission). As good an answer as any."""
+    """Not stored because admission (tiering/admission) judged it not worth storing. Not a failure."""
     REJECTED = "rejected"
-    """Not stored and not an error: no space, larger than the tier takes, breaker open."""
+    """Not stored, but not an error: no space, page larger than the tier accepts, breaker open."""
     TIMEOUT = "timeout"
     """The call did not end within the tier's ``timeout``; the page may be there."""
     ERROR = "error"
@@ -63,29 +63,29 @@ class SetResult(enum.Enum):
 
     @property
     def durable(self) -> bool:
-        """Whether the page can be read from now on."""
+        """Return whether the page can be read from now on."""
         return self in (SetResult.STORED, SetResult.EXISTS)
 
 
 class PageKeys(Sequence[bytes]):
-    """The keys of pages of one identity, as numbers; all are converted to bytes when one is asked for."""
+    """The keys of pages of one identity, held as numbers; the first access to a key converts all of them to bytes."""
 
     __slots__ = ("_keys", "identity", "words")
 
     def __init__(self, identity: bytes, words: npt.NDArray[np.int64]) -> None:
-        """``words``: ``key_words``; must not change any more."""
+        """Keep ``words`` (see ``key_words``), which the caller must not modify afterwards."""
         self.identity = identity
         self.words = words
         self._keys: list[bytes] | None = None
 
     @classmethod
     def of_hashes(cls, identity: bytes, names: Sequence[str]) -> PageKeys:
-        """The keys under which SGLang's keys are stored (``page_hash_bytes``)."""
+        """Return the keys under which pages with these SGLang keys are stored (``page_hash_bytes``)."""
         return cls.of_joined(identity, joined_page_hashes(names))
 
     @classmethod
     def of_joined(cls, identity: bytes, hashes: bytes) -> PageKeys:
-        """``hashes``: page hashes of 32 bytes, concatenated."""
+        """Return the keys of ``hashes``, the concatenated 32-byte page hashes."""
         words = np.empty((len(hashes) // PAGE_HASH_LENGTH, KEY_LENGTH // 8), np.int64)
         words[:, :_IDENTITY_WORDS] = _words_of(identity)
         words[:, _IDENTITY_WORDS:] = np.frombuffer(hashes, np.int64).reshape(-1, PAGE_HASH_LENGTH // 8)
@@ -105,16 +105,16 @@ class PageKeys(Sequence[bytes]):
 
     def __getitem__(self, which: int | slice) -> bytes | PageKeys:
         if isinstance(which, slice):
-            # Contiguous, as native code wants them; no copy where they are.
+            # Native code needs contiguous words; no copy is made when they already are.
             return PageKeys(self.identity, np.ascontiguousarray(self.words[which]))
         return (self._keys or self._all())[which]
 
     def chosen(self, positions: Sequence[int] | npt.NDArray[np.intp]) -> PageKeys:
-        """The keys at these positions."""
+        """Return the keys at these positions."""
         return PageKeys(self.identity, self.words[np.asarray(positions, np.intp)])
 
     def under(self, identity: bytes) -> PageKeys:
-        """The keys of the same pages in another identity."""
+        """Return the keys of the same pages under another identity."""
         if identity == self.identity:
             return self
         words = self.words.copy()
@@ -134,12 +134,12 @@ def _words_of(identity: bytes) -> npt.NDArray[np.int64]:
 
 
 def identity_of(keys: Sequence[bytes]) -> bytes:
-    """The identity of the first page, which must exist: SGLang moves pages of one pool at a time."""
+    """Return the identity of the first page, which must exist: SGLang moves pages of one pool at a time."""
     return keys.identity if isinstance(keys, PageKeys) else keys[0][:IDENTITY_LENGTH]
 
 
 def identities_of(keys: Sequence[bytes]) -> list[bytes]:
-    """The identities of these pages, each once."""
+    """Return the distinct identities of these pages."""
     if isinstance(keys, PageKeys):
         return [keys.identity]
     return list(dict.fromkeys([key[:IDENTITY_LENGTH] for key in keys]))
@@ -162,7 +162,7 @@ def by_identity(keys: Sequence[bytes]) -> Iterator[tuple[Sequence[int], PageKeys
 
 
 def grouped(names: Iterable[_T]) -> dict[_T, list[int]]:
-    """The positions of each name, in order."""
+    """Return the positions of each name, in order."""
     found: dict[_T, list[int]] = {}
     for position, name in enumerate(names):
         found.setdefault(name, []).append(position)
@@ -170,7 +170,7 @@ def grouped(names: Iterable[_T]) -> dict[_T, list[int]]:
 
 
 def chosen_keys(keys: Sequence[bytes], positions: Sequence[int] | npt.NDArray[np.intp]) -> Sequence[bytes]:
-    """The keys at these positions, which rise: numbers stay numbers."""
+    """Return the keys at these positions, which must be ascending; ``PageKeys`` stay ``PageKeys``."""
     if len(positions) == len(keys):
         return keys
     if isinstance(keys, PageKeys):
@@ -179,10 +179,10 @@ def chosen_keys(keys: Sequence[bytes], positions: Sequence[int] | npt.NDArray[np
 
 
 def key_words(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """The keys as int64, shape (pages, 6), for native code."""
+    """Return the keys as int64, shape (pages, 6), for native code."""
     if isinstance(keys, PageKeys):
         return keys.words
-    # Writable: their address is then had in a third of the time.
+    # A writable buffer, because numpy then returns its address in a third of the time.
     return np.frombuffer(bytearray().join(keys), np.int64).reshape(len(keys), KEY_LENGTH // 8)
 
 
@@ -192,7 +192,7 @@ _Result = TypeVar("_Result", GetResult, SetResult)
 def portions(
     items: Sequence[_T], sizes: Sequence[int], most: float, most_items: float = math.inf
 ) -> Sequence[Sequence[_T]]:
-    """``items`` in order, in portions of at most ``most`` bytes (``sizes``: of each) and ``most_items``, or of one."""
+    """Split ``items`` in order into portions of at most ``most`` bytes (by ``sizes``) and ``most_items``, or of one."""
     if sum(sizes) <= most and len(items) <= most_items:
         return [items] if items else []
     found: list[list[_T]] = []
@@ -207,17 +207,17 @@ def portions(
 
 
 def put_back(results: list[_T], positions: Sequence[int], answers: Iterable[_T]) -> None:
-    """Write the answers for the pages at these positions, one for each (or ValueError), into the results of all."""
+    """Write the answers for the pages at these positions into ``results``. Raises ValueError if the counts differ."""
     for position, answer in zip(positions, answers, strict=True):
         results[position] = answer
 
 
 def counted(results: Sequence[_Result]) -> dict[str, int]:
-    """Value of a result -> how often it occurs, for the metrics of a call."""
+    """Return how often each result occurs, by its value, for the metrics of a call."""
     counts: dict[str, int] = {}
     while results:
         first = results[0]
-        # Mostly all results are equal, and count() compares by identity first.
+        # Usually all results are equal, and count() compares by identity first.
         counts[first.value] = count = results.count(first)
         results = [] if count == len(results) else [result for result in results if result is not first]
     return counts
@@ -228,8 +228,8 @@ class PageBatch:
     """Pages to read into or write from: ``keys[i]`` belongs to the segments ``buffers[i]``.
 
     A key has 48 bytes: identity (16), page hash (32). A segment is a C-contiguous memoryview of bytes in host memory;
-    the payload is the concatenation of a page's segments. For a ``get`` they must be writable. ``PageMemory`` also has
-    their addresses. Raises ValueError where there are not as many keys as pages.
+    the payload is the concatenation of a page's segments. A ``get`` needs writable segments. ``PageMemory`` also holds
+    their addresses. Raises ValueError if the number of keys differs from the number of pages.
     """
 
     keys: Sequence[bytes]
@@ -237,14 +237,14 @@ class PageBatch:
     sizes: Sequence[int] = field(default=(), repr=False)
     """Payload bytes of each page; computed if the caller does not pass them."""
     counted_as: Sequence[int] = field(default=(), repr=False)
-    """Bytes that each page counts for in the metrics, where that is not its size: it is encoded or sealed."""
+    """Bytes that each page counts for in the metrics where they differ from its size: for encoded or sealed pages."""
 
     def __post_init__(self) -> None:
         pages = len(self.buffers)
         if len(self.keys) != pages:
             raise ValueError(f"{len(self.keys)} keys for {pages} pages")
         if len(self.sizes) != pages:
-            # Computed once: stores ask several times per page.
+            # Computed once, because stores use the sizes several times per page.
             if isinstance(self.buffers, PageMemory):
                 sizes = [self.buffers.addresses.page_bytes] * pages
             else:
@@ -255,7 +255,7 @@ class PageBatch:
         return len(self.sizes)
 
     def select(self, positions: Iterable[int]) -> PageBatch:
-        """The pages at these positions, in their order, over the same memory."""
+        """Return the pages at these positions, in the order given, over the same memory."""
         everything = range(len(self.sizes))
         if positions == everything or (chosen := list(positions)) == list(everything):
             return self
@@ -268,12 +268,12 @@ class PageBatch:
         )
 
     def move_at(self, positions: Sequence[int], move: Callable[[PageBatch], Sequence[_T]], results: list[_T]) -> None:
-        """Have ``move`` read or write the pages at these positions, if there are any: ``put_back`` its answers."""
+        """Read or write the pages at these positions, if any, with ``move``, and ``put_back`` its answers."""
         if positions:
             put_back(results, positions, move(self.select(positions)))
 
     def bytes_of(self, wanted: GetResult | SetResult | bool, results: Sequence[GetResult | SetResult | bool]) -> int:
-        """Payload bytes of the pages with the result ``wanted``."""
+        """Return the payload bytes of the pages whose result is ``wanted``."""
         sizes = self.counted_as or self.sizes
         if results.count(wanted) == len(results):
             return sum(sizes)
@@ -282,7 +282,7 @@ class PageBatch:
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """The answer of ``describe()``; for logs, doctor and tools. No secrets."""
+    """The answer of ``describe()``, for logs, doctor and tools. Contains no secrets."""
 
     name: str
     type: str
@@ -293,78 +293,78 @@ class StoreInfo:
 
 @runtime_checkable
 class PageStore(Protocol):
-    """One tier, or several as one.
+    """One tier, or several tiers acting as one.
 
     The caller (backend.py, tiered.py, a guard) guarantees that the memory of a batch stays valid and unshared until the
     call returns, and that keys have 48 bytes; the pages of a batch may have different sizes. The store guarantees that
 
     - nothing touches the batch's memory after the call has returned, on any path;
-    - HIT means identity, page hash, length and checksum of what was read agree;
-    - a page is visible whole or not at all, to every process, after kill -9 at any instant; the first writer wins;
-    - a copy found bad is replaced by the next write; from a shared medium it is removed only once the stored copy
-      itself was shown to be bad (bad_pages.py);
-    - no call raises but after ``close()`` (StoreClosedError), or for a programming error: a failure is a result; of
-      ``clear()``, which has none, it is a ClearLaterError.
+    - HIT means that the identity, page hash, length and checksum of the data read agree;
+    - every process sees a page whole or not at all, even after kill -9 at any instant; the first writer wins;
+    - the next write replaces a copy found bad; a shared medium removes it only once the stored copy itself was shown
+      to be bad (bad_pages.py);
+    - calls raise only after ``close()`` (StoreClosedError) or for a programming error: a failure is a result. Only
+      ``clear()``, which has no result per page, raises ClearLaterError on failure.
 
-    Threads: any, several at once.
+    Threads: any, several at the same time.
     """
 
     @property
     def name(self) -> str:
-        """That of the tier: its key in ``tiers``."""
+        """Return the name of the tier: its key in ``tiers``."""
 
     @property
     def metrics(self) -> TierMetrics:
-        """What was counted and timed, by event and reason."""
+        """Return the counts and timings, by event and reason."""
 
     def describe(self) -> StoreInfo:
-        """What this store is; from memory alone, also after ``close()``."""
+        """Describe this store, from memory alone; also works after ``close()``."""
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        """Called once per identity before its first page, so that tools can name the pages. Never raises."""
+        """Record an identity, so that tools can name its pages; called once before its first page. Never raises."""
 
     def get(self, batch: PageBatch) -> list[GetResult]:
-        """Read each page into its segments: a result for each, in order.
+        """Read each page into its segments and return one result per page, in order.
 
-        Without a HIT the page's own segments may be half written."""
+        If the result is not HIT, the page's own segments may be partly written."""
 
     def set(self, batch: PageBatch) -> list[SetResult]:
-        """Write each page that is absent: a result for each, in order."""
+        """Write each page that is absent and return one result per page, in order."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are present, in order. A present key may still turn out CORRUPT when read.
+        """Return whether each key is present, in order. A present key may still turn out CORRUPT when read.
 
-        False also where that is unknown; ``metrics`` has then counted an error, timeout or rejected, and the guards of
-        the tier were told (``tell_unanswered``).
+        Also False where presence is unknown; ``metrics`` has then counted an error, timeout or rejected, and the
+        guards of the tier were told (``tell_unanswered``).
         """
 
     def count_leading(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run of present keys."""
+        """Return the length of the leading run of present keys."""
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Remove pages; returns how many were present."""
+        """Remove pages and return how many were present."""
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
         """Remove every page of these identities (None: of every identity of this package).
 
-        A write after clear() returned counts: it is visible, and stays. A page stored before clear() never comes back.
-        A medium that cannot take an identity out of sight in one step (Redis, Mooncake, object stores) keeps this rule
-        in the process that cleared; others see the old pages go one by one, and a process that is killed before the
-        end leaves the rest of them (clearing.py). Until the old pages are gone such a medium may answer REJECTED.
+        A page written after clear() returned is visible and stays. A page stored before clear() never comes back. A
+        medium that cannot hide an identity in one step (Redis, Mooncake, object stores) keeps this rule in the process
+        that called clear(); other processes see the old pages disappear one by one, and a process that is killed before
+        the end leaves the rest (clearing.py). Until the old pages are gone such a medium may answer REJECTED.
 
-        The answer is the number of identities that had pages: counting pages would take as long as removing them.
-        Raises ClearLaterError where not all could be cleared; whoever needs it tries again, as several tiers as one do.
+        Returns the number of identities that had pages: counting pages would take as long as removing them. Raises
+        ClearLaterError if not all could be cleared; the caller may try again, as the store over several tiers does.
         """
 
     def close(self) -> None:
-        """Release everything. Waits for calls under way. Idempotent."""
+        """Release everything after waiting for the calls in flight. Idempotent."""
 
 
 class DelegatingStore:
-    """The base of every wrapper around a PageStore: it is ``inner`` in every respect but what subclasses override.
+    """The base of every wrapper around a PageStore: it behaves as ``inner`` except where subclasses override it.
 
-    Abilities besides the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py). The
-    question that a tier asks its guards is, so that a tier without guards imports none.
+    Abilities outside the contract are not forwarded: ``ability`` finds them behind wrappers (abilities.py). Only
+    ``being_written``, which a tier asks its guards, is forwarded, so that a tier without guards imports none.
     """
 
     def __init__(self, inner: PageStore) -> None:
@@ -406,5 +406,5 @@ class DelegatingStore:
         self.inner.close()
 
     def being_written(self) -> Set[bytes]:
-        """Return pages whose write may still reach the store, also after its caller was answered TIMEOUT."""
+        """Return the pages whose write may still reach the store, even after its caller was answered TIMEOUT."""
         return self.inner.being_written() if isinstance(self.inner, DelegatingStore) else frozenset()

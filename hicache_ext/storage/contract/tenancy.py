@@ -1,10 +1,10 @@
-"""Whose requests and pages are, in a process that has tenants (tenants.py).
+"""The owners of requests and pages, in a process that has tenants (tenants.py).
 
-A request is the tenant's that it names, or whose name its ``extra_key`` or ``cache_salt`` is or begins with. Pages are
-noted by the first 8 bytes of their page hash, off the scheduler's thread, and those that are written behind pages of a
-tenant (``follow``) are its, too. Nothing else of a request is kept.
+A request belongs to the tenant that it names, or whose name equals or begins its ``extra_key`` or ``cache_salt``. The
+owners of pages are recorded by the first 8 bytes of the page hash, off the scheduler's thread; pages written behind a
+tenant's pages (``follow``) belong to it, too. Nothing else of a request is kept.
 
-Any thread; nothing raises whatever a request holds.
+Threads: any. Nothing raises, whatever a request contains.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from hicache_ext.storage.contract.tenants import DEFAULT, LONGEST_NAME, Tenant
 
 _SEPARATOR = re.compile(r"[/:]")
 _MOST_KNOWN = 1 << 18
-"""Pages whose tenants are known: some 40 MB."""
+"""Most pages with a known tenant: about 40 MB."""
 _MOST_WAITING = 256
 _MOST_TOKENS = 1 << 20
 _MOST_WAITING_TOKENS = 1 << 22
 
 
 class Tenants:
-    """What is configured, and whose the pages are that were seen last."""
+    """The configured tenants and the owners of the pages seen last."""
 
     def __init__(self, limits: Mapping[str, Tenant]) -> None:
-        """``limits``: up to MOST_TENANTS by name, and the default one if it has any."""
+        """``limits``: those of up to MOST_TENANTS tenants by name, and of the default tenant if it has any."""
         self.limits = {DEFAULT: Tenant(), **limits}
         self._owners: dict[bytes, str] = {}
         self._older: dict[bytes, str] = {}
-        """Those before, which go together when there are too many."""
+        """The previous generation of owners, dropped as a whole when there are too many."""
         self._waiting: deque[tuple[str, Sequence[int], str | None, str | None, int]] = deque()
         self._waiting_tokens = 0
         self._lock = threading.Lock()
         self._loop = BackgroundLoop("hicache-ext-tenants", self._note_waiting)
 
-    def tenant_of(self, said: object, extra_key: object, cache_salt: object) -> str:
-        """Whose a request is: ``said`` by its front end, or by its keys."""
-        if isinstance(said, str) and said in self.limits:
-            return said
+    def tenant_of(self, named: object, extra_key: object, cache_salt: object) -> str:
+        """Return the owner of a request: ``named``, if the front end named a tenant, or the one that its keys name."""
+        if isinstance(named, str) and named in self.limits:
+            return named
         for key in (extra_key, cache_salt):
             first = key[0] if isinstance(key, list | tuple) and key else key
             if not isinstance(first, str):
@@ -59,7 +59,7 @@ class Tenants:
     def offer(
         self, tenant: str, tokens: Sequence[int], extra_key: str | None, cache_salt: str | None, page_size: int
     ) -> bool:
-        """Note soon that the pages of a prompt are a tenant's; False where too many wait. Never waits."""
+        """Record in the background that the pages of a prompt are a tenant's; False if too many wait. Never blocks."""
         if not page_size:
             return True
         tokens = tokens[:_MOST_TOKENS]
@@ -79,11 +79,11 @@ class Tenants:
             try:
                 self.note(page_hashes(tokens, page_size, namespace_seed(extra_key, cache_salt)), tenant)
             except (HicacheExtError, ValueError, TypeError, AttributeError):
-                continue  # no tokens, or a key that is no text: its pages are the default tenant's
+                continue  # invalid tokens, or a key that is not a string: its pages are the default tenant's
         return math.inf
 
     def note(self, hashes: Sequence[bytes], tenant: str) -> None:
-        """These pages are this tenant's, but for those that are known to be another one's."""
+        """Record this tenant as the owner of these pages, except of pages known to be another tenant's."""
         for page_hash in hashes:
             self._note(page_hash[:8], tenant)
 
@@ -96,16 +96,16 @@ class Tenants:
         self._owners[page] = known or tenant
 
     def _known(self, page: bytes) -> str | None:
-        """Whose page this is; None where nobody said, or of a tenant that is none any more."""
+        """Return the page's owner; None if unknown, or if that tenant is no longer configured."""
         owner = self._owners.get(page) or self._older.get(page)
         return owner if owner in self.limits else None
 
     def owner(self, page_hash: bytes) -> str:
-        """Whose page this is."""
+        """Return the page's owner."""
         return self._known(page_hash[:8]) or DEFAULT
 
     def follow(self, before: Sequence[str] | None, hashes: Sequence[str]) -> None:
-        """A chain of pages is written, behind those ``before``: what follows a tenant's page is its."""
+        """Record the owners of a chain written behind ``before``: pages that follow a tenant's page are its own."""
         owner = None if not before else self._known(_begin(before[-1]))
         for page in map(_begin, hashes):
             known = self._known(page)
@@ -115,7 +115,7 @@ class Tenants:
                 self._note(page, owner)
 
     def rename(self, hashes: Sequence[bytes], names: Sequence[bytes]) -> None:
-        """Pages are stored under other names than their hashes."""
+        """Record the owners of pages that are stored under ``names`` instead of their hashes."""
         for page_hash, name in zip(hashes, names, strict=True):
             if (owner := self._known(page_hash[:8])) is not None:
                 self._note(name[:8], owner)
@@ -125,11 +125,11 @@ def _begin(page_hash: str) -> bytes:
     try:
         return bytes.fromhex(page_hash[:16])
     except (ValueError, TypeError):
-        return b""  # no hash: it is refused where it is read or written
+        return b""  # not a hash: reading or writing it will be refused
 
 
 def put_in_force(limits: Mapping[str, Tenant] | None) -> None:
-    """From now on these are the tenants of the process; what is known of pages stays."""
+    """Make these the tenants of the process from now on; known owners of pages stay."""
     if limits is None:
         tenants.current = None
     elif tenants.current is None:

@@ -1,5 +1,5 @@
-"""What each tenant of this process may have, at one place, so that no layer between a request and a file tier carries
-anything. Whose pages are whose: tenancy.py, which is imported where there are tenants."""
+"""The limits of each tenant of this process, in one place, so that the layers between a request and a file tier need
+not pass them on. tenancy.py, imported only if there are tenants, knows the owners of pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 DEFAULT = "default"
 MOST_TENANTS = 62
-"""Besides the default one: as many as the index of slabs has numbers for."""
+"""Most tenants besides the default one: the index of slabs has no more numbers."""
 LONGEST_NAME = 64
 
 
@@ -18,9 +18,9 @@ class Tenant:
     """Limits of one tenant."""
 
     share: float = 0.0
-    """Of the slots of a file tier: what others' pages never displace."""
+    """Share of a file tier's slots that other tenants' pages never displace."""
     lease: float = math.inf
-    """Seconds of its longest lease."""
+    """Duration of its longest lease, in seconds."""
 
 
 current: Any = None
@@ -28,5 +28,5 @@ current: Any = None
 
 
 def in_force() -> Any:
-    """Return the ``tenancy.Tenants`` of the process; None where none are configured: then nothing is asked or paid."""
+    """Return the ``tenancy.Tenants`` of the process, or None if no tenants are configured, which then cost nothing."""
     return current

@@ -1,6 +1,6 @@
-"""A round trip for diagnoses: pages of an identity of its own are written, read back, compared and removed.
+"""A round trip for diagnoses: pages of a separate identity are written, read back, compared and removed.
 
-For a store in a directory the trial has a directory of its own beside it, so that it touches neither the pages (a full
+For a store in a directory the trial uses a separate directory next to it, so that it touches neither the pages (a full
 tier would evict some) nor the index nor the records. Reasons: docs/decisions/tests-and-tools.md.
 """
 
@@ -28,11 +28,11 @@ _PAGE_BYTES = 1 << 20
 _LOOK_UPS = 10
 _TRIAL = ".hicache-ext-trial-"
 _LONGEST_TRIAL = 24 * 3600.0
-"""Seconds that no trial reaches, however slow its store is."""
+"""Upper bound, in seconds, on the duration of any trial, however slow its store is."""
 
 
 def nearest_directory(path: Path) -> Path:
-    """``path``, or the nearest existing directory above it. Raises OSError."""
+    """Return ``path``, or the nearest existing directory above it. Raises OSError."""
     while not path.is_dir():
         if path.exists():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -42,9 +42,9 @@ def nearest_directory(path: Path) -> Path:
 
 @contextmanager
 def trial_directory(path: Path) -> Iterator[Path]:
-    """A new directory in ``path``, or above it where that does not exist; removed afterwards.
+    """Make a directory in ``path``, or above it if that does not exist, and remove it afterwards.
 
-    Left-overs of trials that were killed are removed, too, once no trial can still be at them. Raises OSError.
+    Also removes leftovers of killed trials once no trial can still be using them. Raises OSError.
     """
     place = nearest_directory(path)
     for left in place.glob(f"{_TRIAL}*"):
@@ -59,10 +59,10 @@ def trial_directory(path: Path) -> Iterator[Path]:
 
 
 def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES, again: PageStore | None = None) -> list[Finding]:
-    """Round trip, latency and bandwidth of ``store``; leaves nothing behind. Errors of the store become findings.
+    """Measure the round trip, latency and bandwidth of ``store``, leaving nothing behind. Its errors become findings.
 
-    ``again``: another store of the same medium, that remembers nothing of what the first one wrote: what it finds other
-    servers find, too."""
+    ``again``: another store on the same medium, which remembers nothing of what the first one wrote: what it finds,
+    other servers find, too."""
     again = again or store
     digest = secrets.token_bytes(IDENTITY_LENGTH)
     keys = [digest + hashlib.sha256(bytes([number])).digest() for number in range(_PAGES)]
@@ -114,7 +114,7 @@ def try_store(store: PageStore, page_bytes: int = _PAGE_BYTES, again: PageStore 
 
 
 def _errors_of(*stores: PageStore) -> Counter[str]:
-    """How often each error was counted."""
+    """Return how often each error was counted."""
     errors: Counter[str] = Counter()
     for store in stores:
         errors.update({why: count for (event, why), count in store.metrics.snapshot().items() if event == "error"})

@@ -1,1 +1,1 @@
-"""Tiers whose pages are encoded or sealed on their way: a wrapper around any store, and what it needs."""
+"""Tiers whose pages are encoded or sealed: a wrapper around any store, and its helpers."""

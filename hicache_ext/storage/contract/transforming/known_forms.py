@@ -1,4 +1,4 @@
-"""The forms of the pages of each identity, and in which of them pages were seen. Threads: any."""
+"""The forms of the pages of each identity, and the forms in which pages were seen. Threads: any."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _IDENTITY_WORDS = IDENTITY_LENGTH // 8
 
 
 class KnownForms:
-    """Replaced as a whole where keys change."""
+    """The known forms under one set of keys; replaced as a whole when keys change."""
 
     def __init__(self, transforms: Transforms, documents: Mapping[bytes, Mapping[str, Any]]) -> None:
-        """``documents``: of the identities, by digest; grows."""
+        """``documents``: the documents of the identities, by digest; it grows over time."""
         self.transforms = transforms
         self.paying = None if transforms.codec is None else transforms.codec.paying
         self._documents = documents
@@ -45,7 +45,7 @@ class KnownForms:
 
     def forms(self, identity: bytes) -> Forms:
         document = self._documents.get(identity)
-        # Another one when its document has come.
+        # The forms change once the identity's document is registered.
         known = self._forms.get((identity, document is None))
         if known is None:
             known = self.transforms.forms(identity, document)
@@ -55,23 +55,23 @@ class KnownForms:
         return known
 
     def encodes_now(self, forms: Forms) -> bool:
-        """Whether pages are to be encoded that are written in one of these."""
+        """Return whether pages written in one of these forms are to be encoded now."""
         codec = forms.written[-1].codec
         return codec is not None and (self.paying is None or self.paying.may_pay(codec))
 
     def remember(self, keys: PageKeys, found: Sequence[int | None]) -> None:
-        """In which form, a place among all, each page is there."""
+        """Remember the form (an index into ``Forms.all``) in which each page is present."""
         if len(self._seen) + len(keys) > _MOST_REMEMBERED:
             self._seen.clear()
         self._seen.update((key, form) for key, form in zip(keys, found, strict=True) if form is not None)
 
     def remembered(self, keys: PageKeys) -> list[int | None]:
-        """Each is told once: what was seen may be gone."""
+        """Return and forget the remembered form of each page: used only once, because the page may be gone."""
         return [self._seen.pop(key, None) for key in keys]
 
 
 def stored_keys(form: Form, keys: PageKeys) -> PageKeys:
-    """The keys under which these pages are stored in this form."""
+    """Return the keys under which these pages are stored in this form."""
     stored = keys.under(form.identity)
     if not form.hides:
         return stored
@@ -85,7 +85,7 @@ def stored_keys(form: Form, keys: PageKeys) -> PageKeys:
 
 
 def stored_keys_of(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
-    """The stored key of each page in its form."""
+    """Return the stored key of each page in its form."""
     different = list(dict.fromkeys(forms))
     names = {form: stored_keys(form, keys) for form in different}
     if len(different) == 1:
@@ -95,30 +95,30 @@ def stored_keys_of(keys: PageKeys, forms: Sequence[Form]) -> list[bytes]:
 
 # -- bad seals ---------------------------------------------------------------------------------------------------------
 #
-# Pages that arrived whole and do not fit their seals: who wrote them has not the key, or a machine has a fault.
+# Pages that arrived whole but do not match their seals: their writer lacks the key, or a machine is faulty.
 #
-# They are absent for this process, and a write of the same page takes their place: once the copy was read again and is
-# still bad, that copy is removed, and no other one that came meanwhile (``RemovesCopies``). From a shared medium so
-# many at most as ``RemovalBudget`` has it, since a reader with a fault sees bad pages everywhere; then writes of such
-# pages are refused. Threads: any.
+# They are absent for this process, and a write of the same page replaces them: if the copy is still bad when read
+# again, that copy is removed, but no other copy written in the meantime (``RemovesCopies``). ``RemovalBudget`` limits
+# removals from a shared medium, because a faulty reader sees bad pages everywhere; beyond it, writes of such pages are
+# refused. Threads: any.
 
 
 _MOST_KNOWN = 1 << 16
-_LOOKS = 3
-"""At a copy before it is left alone: who forges can do it again."""
-_KEPT_IN_MIND = 30.0
-"""Seconds for which such a page is absent: by then another process may have replaced it."""
+_MOST_ATTEMPTS = 3
+"""Most attempts to replace a bad copy before it is left alone, because a forger can write another."""
+_HIDDEN_SECONDS = 30.0
+"""Seconds for which such a page is absent; after that another process may have replaced it."""
 
 
 class BadSeals:
-    """Those of one store."""
+    """The pages with bad seals of one store."""
 
     def __init__(self, inner: PageStore, memory: LentMemory, *, shared: bool) -> None:
         self._inner = inner
         self._memory = memory
         self._budget = RemovalBudget(inner.name, time.monotonic) if shared else None
         self._seen: dict[bytes, float] = {}
-        """Stored key -> when it was read last."""
+        """Stored key -> time of the last read."""
         self._healing = threading.Lock()
         self._log = LimitedLog(logger, 60.0)
 
@@ -127,7 +127,7 @@ class BadSeals:
         return bool(self._seen)
 
     def note(self, stored_key: bytes, reason: str) -> None:
-        """A page was read and refused."""
+        """Note that a page was read and refused."""
         self._inner.metrics.add("corrupt", reason)
         words = "tier %s: page %s is refused (%s): made without the key, damaged, or of a missing cipher"
         self._log.log(logging.WARNING, reason, words, self._inner.name, stored_key.hex(), reason)
@@ -137,27 +137,27 @@ class BadSeals:
 
     def hides(self, stored_key: bytes) -> bool:
         seen = self._seen.get(stored_key)
-        return seen is not None and time.monotonic() - seen < _KEPT_IN_MIND
+        return seen is not None and time.monotonic() - seen < _HIDDEN_SECONDS
 
     def forget(self, stored_keys: Iterable[bytes]) -> None:
-        """These were read whole."""
+        """Forget these pages, because they were read whole."""
         for key in stored_keys:
             self._seen.pop(key, None)
 
     def keep(self, batch: PageBatch, pages: Sequence[tuple[Form, int]]) -> set[int]:
-        """The positions of pages that cannot be written, since bad ones keep their places; those of all others are free
-        or hold a page. ``pages``: the form of each, and the bytes of its payload."""
+        """Return the positions of pages that cannot be written because bad copies stay in their places; all other
+        places are free or hold a good page. ``pages``: the form and the payload bytes of each page."""
         if not self._seen:
             return set()
         suspects = [position for position, key in enumerate(batch.keys) if key in self._seen]
-        kept = {at for at in suspects if not self._make_way(batch.keys[at], batch.sizes[at], *pages[at])}
+        kept = {at for at in suspects if not self._free_place(batch.keys[at], batch.sizes[at], *pages[at])}
         self._inner.metrics.add("rejected", "suspect", len(kept))
         return kept
 
-    def _make_way(self, stored_key: bytes, length: int, form: Form, payload: int) -> bool:
+    def _free_place(self, stored_key: bytes, length: int, form: Form, payload: int) -> bool:
         with self._healing:
             stored, page = np.empty(length, np.uint8).data, np.empty(payload, np.uint8).data
-            for _ in range(_LOOKS):
+            for _ in range(_MOST_ATTEMPTS):
                 (result,) = self._inner.get(PageBatch([stored_key], [[stored]]))
                 if result not in (GetResult.HIT, GetResult.MISS):
                     return False
@@ -167,14 +167,14 @@ class BadSeals:
                 if reason is None:
                     self._seen.pop(stored_key, None)
                     return True
-                # One of a missing cipher may be good for others.
+                # A page whose cipher is missing here may be good for other readers.
                 if reason == SEAL_CIPHER or not self._remove(stored_key, stored):
                     return False
             return False
 
     def _remove(self, stored_key: bytes, stored: memoryview) -> bool:
-        """Remove this copy, and none that another process has put in its place meanwhile; False where none may be
-        removed now."""
+        """Remove this copy, but not one that another process has since put in its place. Return False if no page may
+        be removed now."""
         if self._budget is not None and not self._budget.take():
             return False
         copy = envelope.page_seal(stored_key, stored.nbytes, [stored])
@@ -187,34 +187,34 @@ class BadSeals:
 
 # -- unsealed ----------------------------------------------------------------------------------------------------------
 #
-# Pages of a sealed tier that were asked for, are missing, and are there without a seal: counted, and never served.
+# Missing pages of a sealed tier that are present without a seal: counted, and never served.
 #
-# They are of the time before the seal, or of a server without the key. They are looked for on a thread of their own: a
-# look-up has not the time to ask the medium twice. Threads: any.
+# They date from before the seal, or come from a server without the key. A separate thread looks for them, because a
+# lookup has no time to query the medium twice. Threads: any.
 
 
 _AGAIN = 60.0
-"""Seconds between two looks for pages of an identity that had none."""
+"""Seconds before an identity without unsealed pages is searched again."""
 _MOST_AT_ONCE = 256
-"""Pages of one call that are looked for."""
+"""Most pages of one call to look for."""
 _CLOSE_TIMEOUT = 1.0
 
 
 class UnsealedPages:
-    """Those of one store."""
+    """The unsealed pages of one store."""
 
     def __init__(self, inner: PageStore, known: KnownForms) -> None:
-        """``known``: the forms of pages that have no seal."""
+        """``known``: the forms of pages without a seal."""
         self._inner = inner
         self.known = known
         self._waiting: dict[bytes, PageKeys] = {}
-        """By identity, those that were missing last."""
+        """Identity -> the pages that were missing last."""
         self._again: dict[bytes, float] = {}
-        """Identity -> when it may be looked at again."""
+        """Identity -> the time when it may be searched again."""
         self._loop = BackgroundLoop(f"hicache-{inner.name}-unsealed", self._look)
 
     def note(self, missing: PageKeys) -> None:
-        """These, of one identity, were asked for and are missing. Returns immediately."""
+        """Note requested pages of one identity that are missing. Returns immediately."""
         if len(missing) and time.monotonic() >= self._again.get(missing.identity, 0.0):
             self._waiting[missing.identity] = missing[:_MOST_AT_ONCE]
             self._loop.wake()

@@ -1,11 +1,11 @@
 """A tier whose pages are encoded or sealed: a wrapper around any store.
 
-The store below keeps opaque pages of another length under other keys (page/transforms), and needs to know nothing of
-it: it checks them, evicts them, packs them and lists them as any others. Here keys are translated, and pages go through
-memory of their own. Without a codec and a seal there is no wrapper, and nothing costs anything.
+The store below keeps opaque pages of another length under other keys (page/transforms) and need not know about it: it
+checks, evicts, packs and lists them like any others. This wrapper translates keys, and moves pages through its own
+memory. Without a codec and a seal there is no wrapper and no cost.
 
-A page that arrives whole and does not fit its seal is CORRUPT: somebody made it who has not the key. It is absent for
-this process from then on, and replaced by the next write, once it was read again and is still bad.
+A page that arrives whole but does not match its seal is CORRUPT: it was made by somebody without the key. It is absent
+for this process from then on, and the next write replaces it once a second read has shown it to be still bad.
 Reasons: docs/decisions/seals.md.
 """
 
@@ -63,9 +63,9 @@ class TransformedStore(DelegatingStore):
     """``inner`` with every page encoded, sealed or both. Threads: any."""
 
     def __init__(self, inner: PageStore, codec: Codec | None, seal: Seal | None, *, block: int = 1) -> None:
-        """``block``: bytes of which ``inner`` stores whole ones anyway."""
+        """``block``: the block size, in bytes, to which ``inner`` rounds up stored pages anyway."""
         super().__init__(inner)
-        # Only what the store below can do: ``ability`` looks for the names.
+        # Set only if the store below has the ability: ``ability`` looks for these names.
         if (keeper := ability(inner, IdentityKeeper)) is not None:
             self.identities = functools.partial(self._identities_of, keeper)
         if (lister := ability(inner, PageLister)) is not None:
@@ -82,18 +82,18 @@ class TransformedStore(DelegatingStore):
 
     @property
     def seal(self) -> Seal | None:
-        """The one in force."""
+        """Return the seal in force."""
         return self._known.transforms.seal
 
     def put_seal(self, seal: Seal) -> None:
-        """Other keys, from the next call on; the mode stays."""
+        """Use the keys of ``seal`` from the next call on; the mode stays the same."""
         before = self._known.transforms
         self._known = KnownForms(Transforms(before.codec, seal, before.block), self._documents)
         for digest, document in list(self._documents.items()):
             self._register_forms(self._known, digest, document)
 
     def forms(self, digest: bytes) -> Sequence[Form]:
-        """The forms in which pages of this identity are looked for."""
+        """Return the forms in which pages of this identity are looked up."""
         return self._known.forms(digest).all
 
     def describe(self) -> StoreInfo:
@@ -109,7 +109,7 @@ class TransformedStore(DelegatingStore):
 
     def register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
         self._documents[digest] = document
-        # As it is: tools look for the identity of a model under its own digest.
+        # Unchanged, because tools look for the identity of a model under its own digest.
         self.inner.register_identity(digest, document)
         self._register_forms(self._known, digest, document)
 
@@ -120,22 +120,22 @@ class TransformedStore(DelegatingStore):
             self.inner.register_identity(form.identity, known.transforms.document(form, digest, document))
 
     def _identities_of(self, keeper: IdentityKeeper) -> dict[bytes, dict[str, Any]]:
-        """``IdentityKeeper``."""
+        """Implement ``IdentityKeeper``."""
         documents = keeper.identities().items()
         return {digest: kept for digest, kept in documents if isinstance(kept, dict) and STORED_AS not in kept}
 
     def _block_hashes_of(self, lister: PageLister, digest: bytes) -> npt.NDArray[np.int64]:
-        """``PageLister``. Pages whose names are hidden are not listed: their hashes cannot be told from the names."""
+        """Implement ``PageLister``, without pages whose names are hidden: their names do not reveal their hashes."""
         found = [lister.block_hashes(form.identity) for form in self.forms(digest) if not form.hides]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def clear(self, digests: Sequence[bytes] | None) -> int:
-        """All forms go, those of keys that are no longer configured, too, where the tier keeps documents, and pages of
-        the time before it had a seal."""
+        """Clear all forms, including pages stored before the tier had a seal and, if the tier keeps documents, forms of
+        keys that are no longer configured."""
         if digests is not None and not digests:
             return self.inner.clear(digests)
         documents = self._documents_of_inner()
-        # Of all identities, those that ``inner`` takes for several.
+        # The identities whose forms ``inner`` sees as several identities.
         several = [digest for digest in list(self._documents) if len(self._known.forms(digest).all) > 1]
         wanted = several if digests is None else list(dict.fromkeys(digests))
         had_pages = 0
@@ -152,12 +152,12 @@ class TransformedStore(DelegatingStore):
             return {digest: document for digest, document in documents.items() if isinstance(document, dict)}
         except StoreClosedError:
             raise
-        except Exception as error:  # noqa: BLE001 - of a medium that is away: what is known is cleared
+        except Exception as error:  # noqa: BLE001 - the medium is unreachable: clear the forms that are known
             self._log.log(logging.WARNING, "identities", "tier %s: its identities: %r", self.name, error)
             return {}
 
     def names_of(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The page hashes under which ``inner`` may have these: other ones where the seal hides them."""
+        """Return the page hashes under which ``inner`` may have these pages; they differ if the seal hides names."""
         seal = self.seal
         return hashes if seal is None else seal.names_of(hashes)
 
@@ -174,13 +174,13 @@ class TransformedStore(DelegatingStore):
         return found
 
     def _forms_found(self, known: KnownForms, keys: PageKeys) -> list[int | None]:
-        """Of each page, all of one identity, the first form that is there: its place among all."""
+        """Return the index (in ``Forms.all``) of the first form present, for each page; all are of one identity."""
         forms = known.forms(keys.identity).all
         names = [stored_keys(form, keys) for form in forms]
-        asked = names[0] if len(forms) == 1 else [key for of_form in names for key in of_form]
-        present = one_for_each(self.inner.contains(asked), len(asked))
+        requested = names[0] if len(forms) == 1 else [key for of_form in names for key in of_form]
+        present = one_for_each(self.inner.contains(requested), len(requested))
         if self._bad.some:
-            present = [there and not self._bad.hides(key) for key, there in zip(asked, present, strict=True)]
+            present = [there and not self._bad.hides(key) for key, there in zip(requested, present, strict=True)]
         count = len(keys)
         found = [
             next((form for form in range(len(forms)) if present[form * count + page]), None) for page in range(count)
@@ -246,11 +246,11 @@ class TransformedStore(DelegatingStore):
         names: Sequence[bytes],
         forms: Sequence[Form],
     ) -> list[GetResult]:
-        """Read the pages at these positions, which are stored under ``names``; ``forms``: of all pages."""
+        """Read the pages at these positions, which are stored under ``names``; ``forms`` has those of all pages."""
         lengths = [forms[i].stored_length(batch.sizes[i]) for i in positions]
         with self._memory.lent_to_call(lengths) as rooms:
-            asked = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
-            answers: list[GetResult] = self._move(known, "get", asked)
+            requested = PageBatch(names, [[room] for room in rooms], lengths, [batch.sizes[i] for i in positions])
+            answers: list[GetResult] = self._move(known, "get", requested)
             hits = [page for page, answer in enumerate(answers) if answer is GetResult.HIT]
 
             def unpack(number: int) -> None:
@@ -258,7 +258,7 @@ class TransformedStore(DelegatingStore):
                 form, segments = forms[positions[page]], batch.buffers[positions[page]]
                 try:
                     reason = body.read(rooms[page], names[page], form, segments, self._memory.of_thread)
-                except Exception as error:  # noqa: BLE001 - of this page alone
+                except Exception as error:  # noqa: BLE001 - fails this page alone
                     answers[page] = GetResult.ERROR
                     self.metrics.add("error", error_reason(error))
                     self._log.log(logging.WARNING, "read", "tier %s: a page: %r", self.name, error, exc_info=error)
@@ -274,7 +274,7 @@ class TransformedStore(DelegatingStore):
         return answers
 
     def _chosen_forms(self, known: KnownForms, forms: Forms, keys: PageKeys) -> list[Form]:
-        """The form in which each page is asked for: as it was seen last, or else as it is there now."""
+        """Return the form in which to request each page: the one seen last, or else the one present now."""
         if len(forms.all) == 1:
             return [forms.all[0]] * len(keys)
         places = known.remembered(keys)
@@ -292,10 +292,10 @@ class TransformedStore(DelegatingStore):
         forms = known.forms(keys.identity)
         left = list(range(len(batch)))
         if len(forms.written) > 1:
-            # To encode a page costs more than to ask whether it is there; and it may be there in another form.
+            # Encoding a page costs more than a lookup, and the page may be present in another form.
             found = self._forms_found(known, keys)
             left = [page for page, place in enumerate(found) if place is None or place >= len(forms.written)]
-        # None: to be stored as it is.
+        # None: to be stored unencoded.
         results: list[Any] = [SetResult.EXISTS] * len(batch)
         put_back(results, left, [None] * len(left))
         raw = forms.written[0]
@@ -316,7 +316,7 @@ class TransformedStore(DelegatingStore):
     def _write_portion(
         self, known: KnownForms, forms: Forms, batch: PageBatch, keys: PageKeys
     ) -> Sequence[SetResult | None]:
-        """Write pages of one identity; None of those that are to be stored as they are, without a seal."""
+        """Write pages of one identity; the result is None for pages to be stored unencoded and unsealed."""
         coded, raw = self._encoded(known, forms, batch), forms.written[0]
         results: list[SetResult | None] = [None] * len(batch)
         some = [page for page, piece in enumerate(coded) if piece is not None or not raw.plain]
@@ -348,7 +348,7 @@ class TransformedStore(DelegatingStore):
         return results
 
     def _encoded(self, known: KnownForms, forms: Forms, batch: PageBatch) -> list[memoryview | None]:
-        """Each page encoded, None where it is stored as it is."""
+        """Return each page encoded, or None for a page to be stored unencoded."""
         codec, paying = forms.written[-1].codec, known.paying
         if codec is None or not known.encodes_now(forms):
             return [None] * len(batch)
@@ -363,7 +363,7 @@ class TransformedStore(DelegatingStore):
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _move(self, known: KnownForms, call: str, batch: PageBatch) -> list[Any]:
-        """What ``inner`` answers to ``get`` or ``set``; how long it took says whether encoding pays."""
+        """Call ``get`` or ``set`` of ``inner`` and record its duration, from which ``paying`` judges the encoding."""
         began = time.monotonic()
         answers = one_for_each(getattr(self.inner, call)(batch), len(batch))
         if known.paying is not None and (moved := answers.count(_MOVED[call])):
@@ -377,7 +377,7 @@ class TransformedStore(DelegatingStore):
         move: Callable[[KnownForms, PageKeys, PageBatch], list[_Result]],
         error: _Result,
     ) -> list[_Result]:
-        """The results of the pages of each identity, in order."""
+        """Apply ``move`` to the pages of each identity and return all results in order."""
         results, known = [error] * len(batch), self._known
         for positions, keys in by_identity(batch.keys):
             some = batch.select(positions)
