@@ -24,13 +24,13 @@ PACKAGES = {
 """Import name -> arguments for pip. No other installation is ever advised: a package of that name on an index may be a
 stranger's."""
 
-OF_SGLANG = frozenset({"sglang", "torch", "triton", "transformers", "tokenizers", "safetensors", "zmq", "gguf"})
+FROM_SGLANG = frozenset({"sglang", "torch", "triton", "transformers", "tokenizers", "safetensors", "zmq", "gguf"})
 """Packages that come with SGLang, in the versions that it needs: nobody is told to install them."""
 
 
 def how_to_install(package: str) -> str:
     """Return what to do if ``package`` is missing; "" for one in neither list."""
-    if package in OF_SGLANG:
+    if package in FROM_SGLANG:
         return "run it with the Python that SGLang is installed in"
     return f"pip install {PACKAGES[package]}" if package in PACKAGES else ""
 

@@ -252,13 +252,13 @@ def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) 
         host, device = host[order], device[order]
     size = shape.segment_bytes
     if shape.segments == 1 and shape.host.token == shape.device.token == size:
-        return _joined(host, device, tokens * size)
+        return _merge_runs(host, device, tokens * size)
     if tokens * shape.segments > 1:
         host, device = (
             _every_segment(host, shape, shape.host, tokens),
             _every_segment(device, shape, shape.device, tokens),
         )
-    return _joined(host, device, size)
+    return _merge_runs(host, device, size)
 
 
 def split_at_borders(
@@ -303,7 +303,7 @@ def _every_segment(offsets: Offsets, shape: CopyShape, strides: Strides, tokens:
     return every
 
 
-def _joined(host: Offsets, device: Offsets, size: int) -> CopyPlan:
+def _merge_runs(host: Offsets, device: Offsets, size: int) -> CopyPlan:
     """Return a plan of runs of ``size`` bytes, merging those that are neighbours on both sides."""
     apart = (np.diff(host) != size) | (np.diff(device) != size)
     if apart.all():

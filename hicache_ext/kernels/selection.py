@@ -42,11 +42,11 @@ class Selector:
         calibration: Calibration | None = None,
         metrics: TierMetrics = kernel_metrics,
     ) -> None:
-        self._makers = engines
+        self._constructors = engines
         self._engine = engine
         self._calibration = calibration
         self._metrics = metrics
-        self._made: dict[str, CopyEngine | None] = {}
+        self._engines: dict[str, CopyEngine | None] = {}
         self._log = LimitedLog(logger, math.inf)
 
     def choose(self, operation: Operation) -> CopyEngine | None:
@@ -55,7 +55,7 @@ class Selector:
         name, reason = self._wanted(operation)
         engine = None
         if name != SGLANG:
-            engine = self._made_engine(name)
+            engine = self._get_engine(name)
             refusal = "unavailable" if engine is None else engine.refusal(operation)
             if refusal is not None:
                 engine, reason = None, refusal
@@ -79,7 +79,7 @@ class Selector:
                 # Copies submitted so far moved the right bytes; repeating them does no harm.
                 logger.warning("copy engine %s failed and is given up: %s", engine.name, error)
                 self.count(operation.direction, None, "failed")
-                self._made[engine.name] = None
+                self._engines[engine.name] = None
                 engine = None
             return engine is not None
 
@@ -102,17 +102,17 @@ class Selector:
             return SGLANG, "not_calibrated"
         from hicache_ext.kernels.calibration import Measurement
 
-        fastest = self._calibration.fastest(Measurement.of(operation, {}), self._makers)
+        fastest = self._calibration.fastest(Measurement.of(operation, {}), self._constructors)
         return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
 
-    def _made_engine(self, name: str) -> CopyEngine | None:
-        if name not in self._made:
+    def _get_engine(self, name: str) -> CopyEngine | None:
+        if name not in self._engines:
             try:
-                self._made[name] = self._makers[name]()
+                self._engines[name] = self._constructors[name]()
             except (CopyError, ImportError, KeyError) as error:
                 logger.warning("copy engine %s is not available: %s", name, error)
-                self._made[name] = None
-        return self._made[name]
+                self._engines[name] = None
+        return self._engines[name]
 
 
 def _batched_dma() -> CopyEngine:

@@ -86,7 +86,7 @@ class Continuation:
     """Leading pages of prompt plus output that were copied or need no copy."""
     next_copy_at: int
     """Length of the output at which the next copy is due."""
-    born: int
+    created: int
     """Time of creation, in milliseconds on the ranks' common clock."""
     prefix_known: bool = False
     """Whether the prompt's pages are known to be in the pool, or there are none."""
@@ -327,7 +327,7 @@ class DecodeWriter:
             priority=said.priority,
             copied_pages=prompt_pages,
             next_copy_at=max(self._copy_due_at(len(prompt), prompt_pages), self._config.min_tokens + 1),
-            born=self._now,
+            created=self._now,
             prefix_known=prompt_pages == 0,
             closed=not said.store,
         )
@@ -380,7 +380,7 @@ class DecodeWriter:
             queued = [piece for victim in victims for piece in victim.waiting]
             if any(sum(piece.pages_of[name] for piece in queued) < pages for name, pages in lacking.items()):
                 return None
-            for victim in sorted(victims, key=lambda victim: (victim.priority, victim.born)):
+            for victim in sorted(victims, key=lambda victim: (victim.priority, victim.created)):
                 if all(pools.free_pages(name) >= pages for name, pages in pages_of.items()):
                     break
                 self.metrics.add("dropped", "oldest", _pages(victim.waiting))
@@ -411,7 +411,7 @@ class DecodeWriter:
             self._writes_ended(written)
         self._copies_ended(copied, refused)
         if self._waiting:
-            self._hand_out()
+            self._submit_runs()
 
     def finish_copies(self) -> None:
         """Wait for every copy in flight: retraction is about to free the device memory they read [scheduler]."""
@@ -443,7 +443,7 @@ class DecodeWriter:
                 self.metrics.add("lost", "torn", piece.pages)
                 self._announce(continuation)
 
-    def _hand_out(self) -> None:
+    def _submit_runs(self) -> None:
         while self._pages_in_flight < _PAGES_IN_FLIGHT:
             run = self._next_run()
             if not run:
@@ -484,7 +484,7 @@ class DecodeWriter:
                 self._announce(continuation)
             elif continuation.closed:
                 self._free(run)
-            elif (pause := self._pause(continuation, outcome)) is not None:
+            elif (pause := self._retry_delay(continuation, outcome)) is not None:
                 continuation.not_before = self._now + pause
                 # They go back to the front of their continuation, which goes to the end of the queue.
                 continuation.waiting.extendleft(reversed(run))
@@ -501,9 +501,9 @@ class DecodeWriter:
         if self._hints is not None and continuation.finished and 0 < written == continuation.copied_pages:
             self._hints.announce(continuation.chain.hashes(0, written))
 
-    def _pause(self, continuation: Continuation, outcome: int) -> int | None:
+    def _retry_delay(self, continuation: Continuation, outcome: int) -> int | None:
         """Return the milliseconds after which to retry a write; None if it is not to be retried."""
-        if outcome == Outcome.PREFIX_MISSING and self._now - continuation.born < self._prefix_grace * 1000:
+        if outcome == Outcome.PREFIX_MISSING and self._now - continuation.created < self._prefix_grace * 1000:
             # The prefill node may still be writing the prompt.
             return _FIRST_BACKOFF_MS
         if continuation.attempts == 0:

@@ -55,14 +55,14 @@ def transfer_false(transfer: Any = None, *_: Any, **__: Any) -> list[bool]:
     return all_false(getattr(transfer, "keys", None))
 
 
-def answered_name(transfer: Any) -> str | None:
+def result_name(transfer: Any) -> str | None:
     """Return the name under which SGLang looks for the result of a transfer; None if it is no transfer."""
     name = getattr(transfer, "name", None)
     return name if isinstance(name, str) else None
 
 
 def transfers_false(transfers: Any = (), *_: Any, **__: Any) -> dict[Any, list[bool]]:
-    named = [(answered_name(transfer), transfer) for transfer in transfers or ()]
+    named = [(result_name(transfer), transfer) for transfer in transfers or ()]
     return {name: transfer_false(transfer) for name, transfer in named if name is not None}
 
 
@@ -126,7 +126,7 @@ class HiCacheExtBackend(BackendLifecycle):
         window = max(1, len(transfer.keys) if transfer.keys else 1)
         complete: set[int] = set()
         run = 0
-        for pages, known in enumerate(self._every_part(pool, keys, self._store.contains), start=1):
+        for pages, known in enumerate(self._all_parts(pool, keys, self._store.contains), start=1):
             run = run + 1 if known else 0
             if run >= min(window, pages):
                 complete.add(pages)
@@ -140,7 +140,7 @@ class HiCacheExtBackend(BackendLifecycle):
             present = PageKeys.of_hashes(pool.digests[0], keys[leading : leading + _LOOKUP_PORTION])
             portion = len(present)
             for digest in pool.digests:
-                with self._patience():
+                with self._store_call():
                     present = present[: self._store.count_leading(present.under(digest))]
                 found += len(present)
             leading += len(present)
@@ -150,10 +150,10 @@ class HiCacheExtBackend(BackendLifecycle):
             self._store.count_absent(absent)
         return leading
 
-    def _every_part(self, pool: BoundPool, keys: Sequence[str], test: Callable[[PageKeys], list[bool]]) -> list[bool]:
+    def _all_parts(self, pool: BoundPool, keys: Sequence[str], test: Callable[[PageKeys], list[bool]]) -> list[bool]:
         """Return, for each page, whether ``test`` holds for all its parts."""
         first = PageKeys.of_hashes(pool.digests[0], keys)
-        with self._patience():
+        with self._store_call():
             per_part = [test(first.under(digest)) for digest in pool.digests]
         return [all(known) for known in zip(*per_part, strict=True)]
 
@@ -161,14 +161,14 @@ class HiCacheExtBackend(BackendLifecycle):
 
     @answering(all_false)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        return self._moved(self.served.usable(KV), keys, host_indices, "read")
+        return self._move(self.served.usable(KV), keys, host_indices, "read")
 
     @answering(all_false)
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         self._follow_owners(extra_info, keys)
-        return self._moved(self.served.usable(KV), keys, host_indices, "write")
+        return self._move(self.served.usable(KV), keys, host_indices, "write")
 
     @staticmethod
     def _follow_owners(extra_info: HiCacheStorageExtraInfo | None, keys: Sequence[str]) -> None:
@@ -189,16 +189,16 @@ class HiCacheExtBackend(BackendLifecycle):
         return self._move_transfers(transfers, "write")
 
     def _move_transfers(self, transfers: list[PoolTransfer], move: Move) -> dict[Any, list[bool]]:
-        moved = [(answered_name(transfer), self._move_transfer(transfer, move)) for transfer in transfers]
+        moved = [(result_name(transfer), self._move_transfer(transfer, move)) for transfer in transfers]
         return {name: pages for name, pages in moved if name is not None}
 
     @answering(transfer_false)
     def _move_transfer(self, transfer: PoolTransfer, move: Move) -> list[bool]:
         """Move the pages of one transfer; guarded on its own, so that a failure does not affect the other transfers."""
         pool = self.served.usable(name_of(transfer.name))
-        return self._moved(pool, transfer.keys or [], transfer.host_indices, move)
+        return self._move(pool, transfer.keys or [], transfer.host_indices, move)
 
-    def _moved(
+    def _move(
         self, pool: BoundPool | None, keys: Sequence[str], host_indices: torch.Tensor | None, move: Move
     ) -> list[bool]:
         """Move pages between the store and a registered host pool; return for each whether it succeeded."""
@@ -206,21 +206,21 @@ class HiCacheExtBackend(BackendLifecycle):
             return [False] * len(keys)
         if pool.pages is None:
             return [True] * len(keys)
-        return went_well(self._timed(pool, pool.pages, keys, host_indices, move))
+        return succeeded(self._move_valid(pool, pool.pages, keys, host_indices, move))
 
-    def _timed(
+    def _move_valid(
         self, pool: BoundPool, pages: AnyPages, keys: Sequence[str], host_indices: torch.Tensor | None, move: Move
     ) -> list[Any]:
         """Move the pages with valid indices; return the worst result of each page's parts, None for an invalid page."""
-        numbers, sound = pages.page_numbers(host_indices, len(keys))
-        sound_keys = keys
-        if sound is not None:
+        numbers, valid = pages.page_numbers(host_indices, len(keys))
+        valid_keys = keys
+        if valid is not None:
             given = host_indices.numel() if host_indices is not None else "no"
-            wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
+            wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {valid.sum()} of them sound"
             self.report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))
-            numbers, sound_keys = numbers[sound], [key for key, is_sound in zip(keys, sound, strict=True) if is_sound]
+            numbers, valid_keys = numbers[valid], [key for key, is_valid in zip(keys, valid, strict=True) if is_valid]
         started = time.perf_counter()
-        first_keys = PageKeys.of_hashes(pool.digests[0], sound_keys)
+        first_keys = PageKeys.of_hashes(pool.digests[0], valid_keys)
         part_keys = [first_keys.under(digest) for digest in pool.digests]
         results: list[Any]
         if move == "read":
@@ -230,25 +230,25 @@ class HiCacheExtBackend(BackendLifecycle):
         seconds = time.perf_counter() - started
         if pages.parts > 1:
             parts = (results[first : first + pages.parts] for first in range(0, len(results), pages.parts))
-            results = [max(page_results, key=_badness) for page_results in parts]
+            results = [max(page_results, key=_severity) for page_results in parts]
         samples.record(len(keys), pages.page_bytes * sum(map(results.count, _MOVED)), seconds)
-        if sound is None:
+        if valid is None:
             return results
         found = iter(results)
-        return [next(found) if is_sound else None for is_sound in sound]
+        return [next(found) if is_valid else None for is_valid in valid]
 
     # -- the external linker (linker.py) ---------------------------------------------------------------------------
 
     @answering(lambda *_, **__: False)
     def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Read pages into a host pool; return whether all of them were found."""
-        return all(self._moved(pool, keys, host_indices, "read"))
+        return all(self._move(pool, keys, host_indices, "read"))
 
     @answering(lambda *_, **__: False)
     def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
         """Store pages of a host pool; return whether each is stored or was refused by admission."""
         self._follow_owners(None, keys)
-        return all(self._moved(pool, keys, host_indices, "write"))
+        return all(self._move(pool, keys, host_indices, "write"))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class HiCacheExtBackend(BackendLifecycle):
     def stored(self, keys: list[str], name: str = KV) -> list[bool]:
         """Return for each page of a pool whether it need not be written again [pd writer]."""
         pool = self.served.usable(name)
-        return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
+        return [False] * len(keys) if pool is None else self._all_parts(pool, keys, self._store.stored)
 
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str = KV) -> list[SetResult]:
@@ -264,7 +264,7 @@ class HiCacheExtBackend(BackendLifecycle):
         pool = self.served.usable(name)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
-        results = self._timed(pool, pool.pages, keys, host_indices, "write")
+        results = self._move_valid(pool, pool.pages, keys, host_indices, "write")
         return [SetResult.ERROR if result is None else result for result in results]
 
     # -- generic calls ---------------------------------------------------------------------------------------------
@@ -291,16 +291,16 @@ Move = Literal["read", "write"]
 pages are copied."""
 
 _MOVED = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
-_WENT_WELL = (*_MOVED, SetResult.REFUSED)
+_SUCCESSES = (*_MOVED, SetResult.REFUSED)
 """A page that admission refused is no failure: SGLang would end the whole backup, and log it."""
 
 
-def went_well(results: list[Any]) -> list[bool]:
+def succeeded(results: list[Any]) -> list[bool]:
     """Return for each page whether it was read, stored, or refused by admission."""
     if results and results.count(results[0]) == len(results):
-        return [results[0] in _WENT_WELL] * len(results)
-    return [result in _WENT_WELL for result in results]
+        return [results[0] in _SUCCESSES] * len(results)
+    return [result in _SUCCESSES for result in results]
 
 
-def _badness(result: Any) -> int:
-    return _WENT_WELL.index(result) if result in _WENT_WELL else len(_WENT_WELL)
+def _severity(result: Any) -> int:
+    return _SUCCESSES.index(result) if result in _SUCCESSES else len(_SUCCESSES)

@@ -64,7 +64,7 @@ def replace_manager(*arguments: Any, **named: Any) -> Any:
     config = load_config(extra_config)
     if config.pd.write.enabled:
         named |= {"config": config.pd.write, "extra_config": extra_config}
-        make = _our_manager
+        make = _make_manager
     else:
         logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
     try:
@@ -76,11 +76,11 @@ def replace_manager(*arguments: Any, **named: Any) -> Any:
     finally:
         get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
     if not config.pd.write.enabled:
-        spare_unstored(manager)
+        skip_unstored(manager)
     return manager
 
 
-def spare_unstored(manager: Any) -> None:
+def skip_unstored(manager: Any) -> None:
     """Make SGLang's own manager skip requests of which nothing may be written."""
     offload = manager.offload_kv_cache
     manager.offload_kv_cache = lambda req, *later, **named: not is_unstored(req) and offload(req, *later, **named)
@@ -360,7 +360,7 @@ class PageChain:
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
-def _our_manager(
+def _make_manager(
     req_to_token_pool: Any,
     token_to_kv_pool_allocator: Any,
     tp_group: Any,
@@ -381,7 +381,7 @@ def _our_manager(
     # Until 0.5.21 a decode node's tree has no components, and our pools serve only the full one there.
     components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
     kv_cache = token_to_kv_pool_allocator.get_kvcache()
-    _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", False))
+    _refuse_unusable(kv_cache, len(components), shares=not getattr(tree_cache, "disable", False))
     speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
     params = CacheInitParams(
         disable=False,
@@ -466,7 +466,7 @@ def _draft_pools(speculation: Any) -> dict[str, tuple[Any, ...]]:
     return {"sidecar_draft_device_pools": pools[:1]}
 
 
-def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:
+def _refuse_unusable(kv_cache: Any, components: int, shares: bool) -> None:
     """Raise UnsupportedError if no prefill node could use our pages. ``shares``: requests use SGLang's radix cache."""
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as v4
     from sglang.srt.mem_cache import memory_pool

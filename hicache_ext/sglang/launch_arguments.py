@@ -29,7 +29,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-TOLD_OTHERWISE = _names("""
+IDENTIFIED_OTHERWISE = _names("""
     model_path revision served_model_name trust_remote_code load_format
     dtype quantization kv_cache_dtype mamba_ssm_dtype
     speculative_algorithm speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format
@@ -205,7 +205,7 @@ HARMLESS = _names("""
 """)
 """Arguments that change no byte at given tokens: sampling, scheduling, sizes, transport, observability, tokenizing."""
 
-_KNOWN = HARMLESS.union(KERNELS, SHAPING, SHAPING_AS_RESOLVED, SHAPING_FILES, TOLD_OTHERWISE, WEIGHTS)
+_KNOWN = HARMLESS.union(KERNELS, SHAPING, SHAPING_AS_RESOLVED, SHAPING_FILES, IDENTIFIED_OTHERWISE, WEIGHTS)
 _SAME_BITS = frozenset(["enable_deterministic_inference", "rl_on_policy_target"])
 
 
@@ -437,15 +437,15 @@ def _compute(given: Mapping[str, Any]) -> str:
     if target is None:
         computed = {"dtype": resolved("dtype"), "quantization": resolved("quantization")}
     else:
-        computed = _computed_as(target)
+        computed = _compute_facts(target)
     compute |= {name: value for name, value in computed.items() if value is not None}
     # Drafts may use another dtype for layers and KV, in pools that look like the target's.
-    if drafts := sorted({json.dumps(_computed_as(model.runner), sort_keys=True) for model in process.drafts()}):
+    if drafts := sorted({json.dumps(_compute_facts(model.runner), sort_keys=True) for model in process.drafts()}):
         compute["drafts"] = ",".join(drafts)
     return json.dumps(compute, sort_keys=True)
 
 
-def _computed_as(runner: Any) -> dict[str, str | None]:
+def _compute_facts(runner: Any) -> dict[str, str | None]:
     """Return dtype and quantisation of a model's layers, as its loader resolved them, and the dtype of its KV."""
     config = getattr(runner, "model_config", None)
     dtype, quantization = getattr(config, "dtype", None), getattr(config, "quantization", None)

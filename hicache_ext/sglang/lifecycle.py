@@ -71,16 +71,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNHURRIED = nullcontext()
+_NO_DEADLINE = nullcontext()
 _HINTS_INTERVAL = 0.5
 """Seconds between two polls of a prefill node for hints."""
-_HINTS_AWAITED = 1.0
+_HINTS_TIMEOUT = 1.0
 """Seconds that close() waits for a hint that is being followed."""
 _HINTED_BYTES = 32 * 1024 * 1024
 """Bytes of pages that one batch of a hint moves."""
 _HINTED_KEYS = 2048
 """Most keys that one batch of a hint looks up."""
-_LONGEST_LOAD = 20.0
+_LOAD_TIMEOUT = 20.0
 """Seconds that startup, or attaching to a running server, waits for SGLang's page hashes."""
 _SMALL_PAGES = 16
 """Tokens per page below which a warning is logged; SGLang's default is one token per page."""
@@ -140,7 +140,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         if self._facts.role_may_change:
             reason = "tiers are those of the role at the start, and with each switch SGLang clears the whole storage"
             raise UnsupportedError("--enable-pd-role-switch", reason, "leave it out, or the storage backend")
-        self._ranks_before_this = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
+        self._lower_ranks = int(storage_config.tp_rank or 0) + int(storage_config.pp_rank or 0)
         view = server_view(self._facts.role, int(storage_config.tp_rank or 0))
         if self._facts.config_file is not None and os.path.isfile(self._facts.config_file):
             # SGLang's YAML parser reads 010 as 8 and takes the last value of a duplicate key: check the file again.
@@ -156,7 +156,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self.served = ServedPools(storage_config, self._config, facts, self._register_identity, self.clear)
         self._failures = TierMetrics("backend")
         self._failures.declare({"failure": [*guarded_calls(type(self)), "host_indices"]})
-        self._also_counted: dict[TierMetrics, Callable[[], None]] = {}
+        self._extra_metrics: dict[TierMetrics, Callable[[], None]] = {}
         self._log = LimitedLog(logger, 1.0)
         self._prefetched = TransferSamples()
         self._backed_up = TransferSamples()
@@ -177,16 +177,16 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             exporting = closing.enter_context(ExitStack())  # ends late, to export what the others count while closing
             closing.callback(lambda: observers.end(self._recorder))
             # SGLang asks all ranks of a replica for the same pages, so one speaks for all.
-            speaks = not any(getattr(storage_config, rank, 0) for rank in ONE_FOR_ALL)
-            if speaks and self._config.record is not None:
+            is_speaker = not any(getattr(storage_config, rank, 0) for rank in ONE_FOR_ALL)
+            if is_speaker and self._config.record is not None:
                 from hicache_ext.sglang.announcements import recording_of
 
                 self._recorder = recording_of(self._config, storage_config, self.served)
             if self._recorder is not None:
                 self.export_also(self._recorder.metrics)
-            self._store = open_tiers(self._config, writers=_writers(storage_config))
+            self._store = open_tiers(self._config, writers=_writer_count(storage_config))
             closing.callback(self._store.close)
-            self._begin_to_serve(storage_config, view, closing, exporting, speaks)
+            self._start_features(storage_config, view, closing, exporting, is_speaker)
             attached.add(self)
             closing.callback(attached.discard, self)
             self._warn_at_start()
@@ -205,7 +205,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _load_page_hashes(self) -> None:
         """Have SGLang build or load its extension for page hashes, in a server. Otherwise the first prompt waits for it
         (ten seconds, once per machine), and a flush meanwhile ends the server: SGLang's threads do not stop in time. A
-        build that takes longer than ``_LONGEST_LOAD`` continues in the background: the holder of its lock may hang."""
+        build that takes longer than ``_LOAD_TIMEOUT`` continues in the background: the holder of its lock may hang."""
         if self._facts.model_path is None:
             return
 
@@ -221,20 +221,20 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
                     error.__cause__ or error,
                 )
 
-        if call_within(_LONGEST_LOAD, "hicache-ext-page-hashes", load) is None:
+        if call_within(_LOAD_TIMEOUT, "hicache-ext-page-hashes", load) is None:
             logger.warning(
                 "hicache_ext: SGLang is building its extension for page hashes; the first prompt waits for it"
             )
 
     # -- a feature's modules are imported only where it is switched on ------------------------------------------------
 
-    def _begin_to_serve(
+    def _start_features(
         self,
         ranks: HiCacheStorageConfig,
         view: Callable[[HicacheExtConfig], HicacheExtConfig],
         closing: ExitStack,
         exporting: ExitStack,
-        speaks: bool,
+        is_speaker: bool,
     ) -> None:
         """Start the configured features. Raises ConfigError or MissingPackageError."""
         config = self._config
@@ -263,11 +263,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
             board = self._hint_board(config.retrieve_locations)
             hints = HintReceiver(board, self._bring_inward, self._hint_scope, _HINTS_INTERVAL)
-            closing.callback(lambda: hints.close(_HINTS_AWAITED))
+            closing.callback(lambda: hints.close(_HINTS_TIMEOUT))
             self.export_also(hints.metrics)
-        if speaks:
+        if is_speaker:
             self._begin_kv_hints(closing)
-        if speaks and config.events is not None:
+        if is_speaker and config.events is not None:
             from hicache_ext.sglang.announcements import kv_events
 
             events = kv_events(config, config.events, ranks, self.served, self._store)
@@ -295,11 +295,11 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             sender = HintSender(board, lambda: self._hint_scope() or b"", self.pd_metrics, self.stored_leading)
             self.hint_sender = sender
             tell_prefill = sender.announce
-            closing.callback(lambda: sender.close(_HINTS_AWAITED))
+            closing.callback(lambda: sender.close(_HINTS_TIMEOUT))
             self.export_also(self.pd_metrics)
         longest, tiers = self._config.longest_lease, lambda: self._store.tiers
         self._kv_hints = hints = KvHints(longest, tiers, self._page_size, self._bring_inward, tell_prefill)
-        closing.callback(lambda: hints.close(_HINTS_AWAITED))
+        closing.callback(lambda: hints.close(_HINTS_TIMEOUT))
         self.export_also(hints.metrics)
 
     # -- hints, for the pages of this server's KV pool (storage/serving/) ------------------------------------------
@@ -346,10 +346,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any, *_: Any, **__: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self.served.bind_beside(name_of(host_pool_name), host_pool)
+        self.served.try_bind(name_of(host_pool_name), host_pool)
 
     def _register_identity(self, digest: bytes, document: dict[str, Any]) -> None:
-        with self._patience():
+        with self._store_call():
             self._store.register_identity(digest, document)
 
     # -- pages that were found wrong -------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Remove the pages of this rank's own identities and no others. Does not wait for the disk."""
         digests = self.served.digests_to_clear()
         if digests is not None:
-            with self._patience():
+            with self._store_call():
                 self._store.clear(digests)
         return True
 
@@ -433,10 +433,10 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         """Export ``metrics`` together with those of the tiers, as long as this backend lives.
 
         ``set_levels`` is called before each export [exporter]."""
-        self._also_counted[metrics] = set_levels
+        self._extra_metrics[metrics] = set_levels
 
     def _export_sources(self) -> list[TierMetrics]:
-        for set_levels in list(self._also_counted.values()):
+        for set_levels in list(self._extra_metrics.values()):
             set_levels()
         self._failures.set_level("distrusted", "", float(self.served.distrusted))
         self._failures.set_level("serving", "", float(not self.served.unavailable))
@@ -444,7 +444,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         self._failures.set_level("config_in_force", "", float(in_force))
         for pool in list(self.served.bound) + list(self.served.unserved):
             self._failures.set_level("unserved_pool", pool, float(pool in self.served.unserved))
-        own = [self._failures, kernel_metrics, *self._also_counted]
+        own = [self._failures, kernel_metrics, *self._extra_metrics]
         return [*own, self._store.metrics, *reported(self._store.tiers)]
 
     def _warn_at_start(self) -> None:
@@ -465,7 +465,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
         names = ", ".join(f"--{name.replace('_', '-')}" for name in self._facts.unknown_arguments)
         unknown = f"hicache_ext does not know {names}: pages are shared with servers that were given the same"
         for sentence in (untested(installed_release()), unknown if names else None):
-            if sentence is not None and not self._ranks_before_this:
+            if sentence is not None and not self._lower_ranks:
                 logger.warning("%s", sentence)
         unused = {
             ADAPTERS: not self._facts.lora,
@@ -480,7 +480,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
 
     def warn_of_sizes(self, page_size: int, tokens: int, memory: str, remedy: str) -> None:
         """Warn of sizes that make storage slow or useless: only ``tokens`` tokens of one prompt fit into ``memory``."""
-        if self._facts.model_path is None or self._ranks_before_this:
+        if self._facts.model_path is None or self._lower_ranks:
             return
         if page_size < _SMALL_PAGES:
             sentence = "hicache_ext: --page-size %d: a prompt of 4,000 tokens makes %s keys, and %d with --page-size 64"
@@ -492,9 +492,9 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
             )
             logger.warning(f"{sentence} stored; raise %s", memory, f"{tokens:,}", f"{longest:,}", remedy)
 
-    def _patience(self) -> AbstractContextManager[None]:
+    def _store_call(self) -> AbstractContextManager[None]:
         """Return a context for store calls: on the scheduler's thread, guards answer immediately from what is known."""
-        return answering_at_once() if threading.get_ident() == self._scheduler else _UNHURRIED
+        return answering_at_once() if threading.get_ident() == self._scheduler else _NO_DEADLINE
 
     def declare_failures(self, calls: Iterable[str]) -> None:
         """Declare further methods whose failures may be reported."""
@@ -518,7 +518,7 @@ def refuse_release_without(feature: Feature, whose: str, remedy: str) -> None:
         raise UnsupportedError(f"SGLang {installed_release()}", f"it lacks {words}, which {whose} needs", remedy)
 
 
-def _writers(storage_config: HiCacheStorageConfig) -> int:
+def _writer_count(storage_config: HiCacheStorageConfig) -> int:
     """Return how many ranks write pages of their own; among ranks that hold the same pages only one writes."""
     sizes = ["pp_size", "attn_cp_size"] + ([] if rank_replicated(storage_config) else ["tp_size"])
     return math.prod(max(1, int(getattr(storage_config, size, None) or 1)) for size in sizes)

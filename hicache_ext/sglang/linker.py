@@ -269,13 +269,13 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         pages = pages_of(transfers, self._staging.page_sizes)
         # All ranks must return the same, whatever happens to their pages: SGLang counts offloads in flight on each.
-        if not any(some.source == KV for some in pages):
+        if not any(part.source == KV for part in pages):
             return False
         if not self._offloads.has_room(pages):
             self._metrics.add("offload", "full")
             return False
         # Clone: SGLang may change its own indices while it splits the node that holds them.
-        pages = [Pages(some.source, some.keys, some.device_indices.clone(), some.page_size) for some in pages]
+        pages = [Pages(part.source, part.keys, part.device_indices.clone(), part.page_size) for part in pages]
         self._offloads.offload(pages, self._pools_written(pages), self.record_offload_ready())
         return True
 
@@ -338,8 +338,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         """Return the pools that this rank writes, as bound now: pages belong to these weights, whenever they are
         stored. None if nothing may be stored now."""
         pools = {}
-        for some in pages:
-            for name in self._staging.pools_on[some.source]:
+        for part in pages:
+            for name in self._staging.pools_on[part.source]:
                 pool = self._backend.served.usable(name)
                 if pool is None:
                     return None
@@ -428,7 +428,7 @@ class Offloads:
         if wanted:
             self._to_gather.put(job)
         else:
-            self._ended(job)
+            self._end_part(job)
 
     def completed(self) -> int:
         """Return how many leading offloads are done, in the order in which they were handed over."""
@@ -475,12 +475,12 @@ class Offloads:
             try:
                 self._gather(job)
             except Exception as error:  # noqa: BLE001 - the failure of one offload must not end the thread
-                self._failed(job, "copy", error)
+                self._fail_job(job, "copy", error)
             finally:
                 with self._progress:
                     self._on_device -= 1
                     self._progress.notify_all()
-                self._ended(job)
+                self._end_part(job)
             del job  # it holds device indices
 
     def _gather(self, job: _Offload) -> None:
@@ -489,8 +489,8 @@ class Offloads:
         for pages in job.pages:
             if not any(name in job.pools for name in self._staging.pools_on[pages.source]):
                 continue
-            for some in pages.portions(self._staging.portion_pages(pages.source)):
-                portion = self._memory(job, some)
+            for part in pages.portions(self._staging.portion_pages(pages.source)):
+                portion = self._take_memory(job, part)
                 if portion is None:
                     return
                 with self._reading_device:
@@ -506,24 +506,24 @@ class Offloads:
                     job.left += 1
                 self._to_write.put((job, portion))
 
-    def _memory(self, job: _Offload, pages: Pages) -> Portion | None:
+    def _take_memory(self, job: _Offload, pages: Pages) -> Portion | None:
         while not self._is_abandoned(job):
             if (portion := self._staging.take("offload", pages, _RECHECK)) is not None:
                 return portion
         return None
 
     def _write_all(self) -> None:
-        while (given := self._to_write.get()) is not None:
-            job, portion = given
+        while (item := self._to_write.get()) is not None:
+            job, portion = item
             try:
                 if not self._closed and job.good and not self._write(job, portion):
-                    self._failed(job, "store")
+                    self._fail_job(job, "store")
             except Exception as error:  # noqa: BLE001 - as above
-                self._failed(job, "store", error)
+                self._fail_job(job, "store", error)
             finally:
                 portion.release()
-                self._ended(job)
-            del given, job, portion
+                self._end_part(job)
+            del item, job, portion
 
     def _write(self, job: _Offload, portion: Portion) -> bool:
         """Write a portion to all its pools; return whether all were stored. A component's own pool comes last: whoever
@@ -538,14 +538,14 @@ class Offloads:
         """Return whether nobody wants the rest of the offload."""
         return self._closed or not job.good or job.generation != self._generation
 
-    def _failed(self, job: _Offload, why: str, error: BaseException | None = None) -> None:
+    def _fail_job(self, job: _Offload, why: str, error: BaseException | None = None) -> None:
         job.good = False
         if job.generation == self._generation:
             self._metrics.add("offload_failed", why)
         if error is not None:
             self._log.log(logging.ERROR, why, "hicache_ext: pages were not stored: %s", error, exc_info=error)
 
-    def _ended(self, job: _Offload) -> None:
+    def _end_part(self, job: _Offload) -> None:
         """Count one part of the offload as ended."""
         with self._lock:
             job.good = job.good and not self._closed
@@ -559,8 +559,8 @@ class Offloads:
 
 def _counts(pages: Sequence[Pages]) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for some in pages:
-        counts[some.source] += len(some.keys)
+    for part in pages:
+        counts[part.source] += len(part.keys)
     return counts
 
 

@@ -89,11 +89,11 @@ class ModelPools:
         anchor = name_of(self.group.anchor_entry.name)
         device_empty = empty.to(self.controller.device)
         return CacheOperation(
-            _joined(host.pop(anchor, [empty])),
-            _joined(device.pop(anchor, [device_empty])),
+            _join(host.pop(anchor, [empty])),
+            _join(device.pop(anchor, [device_empty])),
             -1,  # the node id, which nobody uses
             pool_transfers=[
-                PoolTransfer(PoolName(name), host_indices=_joined(host[name]), device_indices=_joined(device[name]))
+                PoolTransfer(PoolName(name), host_indices=_join(host[name]), device_indices=_join(device[name]))
                 for name in host
             ],
         )
@@ -115,7 +115,7 @@ class ModelPools:
         return int(anchor.size - anchor.available_size())
 
 
-def _joined(indices: list[torch.Tensor]) -> torch.Tensor:
+def _join(indices: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate ``indices``; a single tensor is returned without a copy on the device."""
     return indices[0] if len(indices) == 1 else torch.cat(indices)
 

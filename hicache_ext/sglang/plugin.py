@@ -27,7 +27,7 @@ def register(features: Collection[Feature] = HOOKED) -> None:
     registered = getattr(HookRegistry, "_hooks", {})
     for hook in _wanted(features):
         (feature,) = hook.features
-        if feature in off and not (feature.by_halves and callable(_resolved(hook.target))):
+        if feature in off and not (feature.partly and callable(_resolved(hook.target))):
             continue
         if not any(hook.function in entry for entry in registered.get(hook.target, ())):
             HookRegistry.register(hook.target, hook.function, HookType(hook.kind))

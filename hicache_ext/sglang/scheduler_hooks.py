@@ -105,7 +105,7 @@ def around_new_batch(original: Callable[..., Any], scheduler: Any, *arguments: A
     if hold is None:
         return original(scheduler, *arguments, **named)
     queue = scheduler.waiting_queue
-    held = hold(_in_order(scheduler, queue), scheduler.tree_cache)
+    held = hold(_by_priority(scheduler, queue), scheduler.tree_cache)
     visible = [request for request in queue if request.rid not in held]
     if held and not visible and _is_idle(scheduler):
         linker.nap()
@@ -125,7 +125,7 @@ def around_new_batch(original: Callable[..., Any], scheduler: Any, *arguments: A
             scheduler._add_request_to_queue(*request, **options)
 
 
-def _in_order(scheduler: Any, queue: Sequence[Any]) -> Sequence[Any]:
+def _by_priority(scheduler: Any, queue: Sequence[Any]) -> Sequence[Any]:
     """Return the queue in the order of reading: by SGLang's priorities, then by arrival."""
     if not scheduler.enable_priority_scheduling:
         return queue

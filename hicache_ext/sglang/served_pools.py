@@ -120,7 +120,7 @@ class ServedPools:
         physical = 0 if kv is None or kv.pages is None else kv.pages.page_size
         return int(getattr(self._ranks, "logical_page_size", None) or physical)
 
-    def bind_beside(self, name: str, pool: Any) -> None:
+    def try_bind(self, name: str, pool: Any) -> None:
         """Bind a further host pool, at any time. Never raises: SGLang registers some while it already serves.
 
         A pool that cannot be served is named in the log and in the metrics. As long as it exists nothing is stored or
@@ -173,7 +173,7 @@ class ServedPools:
             described = pages.describe(dtype)
             if target is not None:
                 described = replace(described, geometry=(*described.geometry, *kv_layout_facts(target.runner)))
-            self.bound[name] = bound = self._under_model(name, pages, described, shards)
+            self.bound[name] = bound = self._bound_pool(name, pages, described, shards)
             identified = self.identified
         for codec in sorted(self._config.lossy_codecs):
             from hicache_ext.page.transforms.codec import rows_of
@@ -205,7 +205,7 @@ class ServedPools:
         """
         epoch = self._epoch_after(nonce)
         with self._lock:
-            bounds = self._with_model(weights_epoch=epoch)
+            bounds = self._update_model(weights_epoch=epoch)
         for bound in bounds:
             self._register(bound)
         logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
@@ -220,7 +220,7 @@ class ServedPools:
             draft = "".join(drafts) if len(drafts) < 2 else hashlib.sha256("\0".join(drafts).encode()).hexdigest()[:32]
             problem = problem_of(self.weights)
             if problem is None:
-                self._with_model(fingerprint=fingerprint, draft=draft)
+                self._update_model(fingerprint=fingerprint, draft=draft)
                 bounds = list(self.bound.values())
             self.identified = problem is None
             clear_first, self._clear_when_identified = self._clear_when_identified, False
@@ -241,16 +241,16 @@ class ServedPools:
         self.distrusted = True
         return self._clear()
 
-    def _with_model(self, **facts: str) -> list[BoundPool]:
+    def _update_model(self, **facts: str) -> list[BoundPool]:
         """Update the model, with the lock held; return the pools to register once the lock is released."""
         self.model = replace(self.model, **facts)
         for name, bound in list(self.bound.items()):
             if bound.identities:
                 shards = [identity.shard for identity in bound.identities]
-                self.bound[name] = self._under_model(name, bound.pages, bound.identities[0].pool, shards)
+                self.bound[name] = self._bound_pool(name, bound.pages, bound.identities[0].pool, shards)
         return list(self.bound.values()) if self.identified else []
 
-    def _under_model(self, name: str, pages: AnyPages | None, pool: PoolIdentity, shards: Sequence[Shard]) -> BoundPool:
+    def _bound_pool(self, name: str, pages: AnyPages | None, pool: PoolIdentity, shards: Sequence[Shard]) -> BoundPool:
         """Return a pool with identities under the current weights, which the caller must register."""
         identities = tuple(PageIdentity(self.model, pool, shard) for shard in shards)
         return BoundPool(name, pages, identities, tuple(identity.digest() for identity in identities))

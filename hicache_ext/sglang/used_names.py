@@ -30,18 +30,18 @@ from hicache_ext.sglang.releases import comes_with, installed_release
 class Feature:
     """What a user loses if any of the names or hooks that it needs is missing.
 
-    ``by_halves`` marks hooks that only observe: the existing ones stay in force although the feature counts as off.
+    ``partly`` marks hooks that only observe: the existing ones stay in force although the feature counts as off.
     """
 
     name: str
     loss: str
-    by_halves: bool = False
+    partly: bool = False
 
 
 STORAGE = Feature("storage", "the server cannot start with this backend")
-WEIGHTS_UPDATES = Feature("weights updates", "do not update weights online", by_halves=True)
+WEIGHTS_UPDATES = Feature("weights updates", "do not update weights online", partly=True)
 MODEL_WEIGHTS = Feature("weights at the start", "weights are identified by their files as they are after the load")
-ADAPTERS = Feature("LoRA adapters", "adapters cannot be told apart", by_halves=True)
+ADAPTERS = Feature("LoRA adapters", "adapters cannot be told apart", partly=True)
 COPIES = Feature("copy engines", "copies between host and device stay with SGLang's own path")
 DECODE_WRITER = Feature("decode writer", "a decode node writes as SGLang does")
 DRAFTS = Feature("drafts of every rank", "rank 0 alone writes the draft of an MLA model, whose heads differ per rank")
@@ -391,7 +391,7 @@ HOOKS: tuple[Use, ...] = tuple(use for use in USED if use.hook)
 # -- the check ---------------------------------------------------------------------------------------------------------
 
 _ARGUMENT_FIELDS = "sglang.srt.arg_groups.fields"
-_DUTIES = {
+_BASE_CLASSES = {
     "sglang.srt.mem_cache.hicache_storage.HiCacheStorage": STORAGE,
     "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker": LINKER,
 }
@@ -413,7 +413,7 @@ def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterato
     for use in used:
         if belongs_to(release, use):
             yield use, _missing(sources, use)
-    for owner, feature in _DUTIES.items():
+    for owner, feature in _BASE_CLASSES.items():
         ours = [use for use in used if use.owner == owner]
         answered = {name for use in ours for name in use.names}
         if ours and (duties := sorted(sources.abstract_methods(owner) - answered)):
