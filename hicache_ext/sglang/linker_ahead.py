@@ -50,7 +50,7 @@ class _Request:
     """Keys of the KV, starting at the first page that is not on the device."""
     requested: dict[str, int] = field(default_factory=dict)
     """Component -> number of its last pages that SGLang requested."""
-    side_transfers: list[Any] = field(default_factory=list)
+    sidecars: list[Any] = field(default_factory=list)
     call: Call[None] | None = None
     settled: bool = False
     """Whether all ranks know that the read has ended."""
@@ -129,22 +129,22 @@ class ReadAhead:
         """Return, from what was read ahead, every prefix length in pages at which all pools have what SGLang needs.
         During ``hold`` only record the lookup and return []."""
         by_name = {name_of(transfer.name): transfer for transfer in transfers}
-        kv, side_transfers = by_name.get(KV), self._side_transfers(by_name)
-        if kv is None or not kv.keys or side_transfers is None:
+        kv, sidecars = by_name.get(KV), self._sidecar_transfers(by_name)
+        if kv is None or not kv.keys or sidecars is None:
             return []
         keys = list(kv.keys)
         if self._looking_up is not None and self._looking_up[0] == rid:
             request = self._looking_up[1]
-            request.keys, request.side_transfers = keys, side_transfers
+            request.keys, request.sidecars = keys, sidecars
             request.requested = {source: len(by_name[source].keys) for source in self._staging.pools_on}
             return []
         return self._known(rid, keys)
 
-    def _side_transfers(self, by_name: Mapping[str, Any]) -> list[Any] | None:
+    def _sidecar_transfers(self, by_name: Mapping[str, Any]) -> list[Any] | None:
         """Return the transfers of all pools but KV; None if SGLang left a pool out: nothing can be restored then."""
         from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-        side_transfers = []
+        sidecars = []
         for source, names in self._staging.pools_on.items():
             transfer = by_name.get(source)
             if transfer is None or not transfer.keys:
@@ -152,8 +152,8 @@ class ReadAhead:
             for name in names:
                 if name != KV:
                     policy = transfer.hit_policy if name == source else self._staging.policies[name]
-                    side_transfers.append(PoolTransfer(PoolName(name), keys=transfer.keys, hit_policy=policy))
-        return side_transfers
+                    sidecars.append(PoolTransfer(PoolName(name), keys=transfer.keys, hit_policy=policy))
+        return sidecars
 
     def _known(self, rid: str, keys: Sequence[str]) -> list[int]:
         request = self._requests.get(rid)
@@ -261,8 +261,7 @@ class ReadAhead:
     ) -> tuple[str, list[int], dict[str, tuple[bytes, ...]]]:
         """Append the memory that was filled; return the outcome, the restorable prefix lengths, and the digests of
         their pools. Without a restorable prefix, part of the memory may be unfilled."""
-        hits = self._reader.batch_exists_v2(request.keys, request.side_transfers)
-        restorable = list(hits.restorable_prefix_pages or [])
+        restorable = list(self._reader.batch_exists_v2(request.keys, request.sidecars).restorable_prefix_pages or [])
         if not restorable:
             return "nothing", [], {}
         if (digests := self._digests(request)) is None:

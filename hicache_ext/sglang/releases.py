@@ -239,14 +239,13 @@ def foreign_device_layout(pool: Any) -> str | None:
         return None
     if hasattr(pool, "_native_buffers"):
         return None if pool._native_buffers is None else "device_layout"
-    for device_pool in _device_pools(pool):
-        if _is_quantized(device_pool):
+    for part in _device_pools(pool):
+        if _is_quantized(part):
             return "scales"
-        if getattr(device_pool, "layer_shard_enabled", False):
+        if getattr(part, "layer_shard_enabled", False):
             return "layer_shard"
-        has_kv, layout = hasattr(device_pool, "kv_buffer"), getattr(device_pool, "kv_cache_layout", "nhd")
-        buffers = device_pool.kv_buffer if has_kv else (*device_pool.k_buffer, *device_pool.v_buffer)
-        if layout != "nhd" or any(buffer.dim() != 3 or buffer.stride(-1) != 1 for buffer in buffers):
+        buffers = part.kv_buffer if hasattr(part, "kv_buffer") else (*part.k_buffer, *part.v_buffer)
+        if getattr(part, "kv_cache_layout", "nhd") != "nhd" or any(b.dim() != 3 or b.stride(-1) != 1 for b in buffers):
             return "device_layout"
         if not hasattr(pool, "device_row_stride_bytes") and not all(b.is_contiguous() for b in buffers):
             return "device_layout"
