@@ -205,7 +205,7 @@ class BackendLifecycle(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyp
     def _load_page_hashes(self) -> None:
         """Have SGLang build or load its extension for page hashes, in a server. Otherwise the first prompt waits for it
         (ten seconds, once per machine), and a flush meanwhile ends the server: SGLang's threads do not stop in time. A
-        build that takes longer than ``_LOAD_TIMEOUT`` goes on in the background: a stopped process may hold its lock."""
+        build that takes longer than ``_LOAD_TIMEOUT`` goes on in background: a stopped process may hold its lock."""
         if self._facts.model_path is None:
             return
 
