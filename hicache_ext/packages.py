@@ -1,7 +1,7 @@
-"""Packages that only some commands need. A missing one is a sentence with what to do.
+"""Packages that only some commands need. A missing one is reported with one sentence that says what to do.
 
-To be installed is the package itself: no index has hicache-ext, and an extra of a checkout would install what the
-checkout is by now.
+The sentence names the package itself, not an extra of hicache-ext: no index has hicache-ext, and an extra of a checkout
+would install the checkout's current state.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ PACKAGES = {
     "opentelemetry": "opentelemetry-sdk opentelemetry-exporter-otlp",
     "cryptography": "cryptography",
 }
-"""Package as it is imported -> what pip is to be given. Of no other package is an installation advised: whatever has
-its name on an index may be a stranger's."""
+"""Import name -> arguments for pip. No other installation is ever advised: a package of that name on an index may be a
+stranger's."""
 
-OF_SGLANG = frozenset({"sglang", "torch", "triton", "transformers", "tokenizers", "safetensors", "zmq", "gguf"})
-"""SGLang brings these, in the versions that it needs: nobody is told to install them."""
+FROM_SGLANG = frozenset({"sglang", "torch", "triton", "transformers", "tokenizers", "safetensors", "zmq", "gguf"})
+"""Packages that come with SGLang, in the versions that it needs: nobody is told to install them."""
 
 
 def how_to_install(package: str) -> str:
-    """What to do where ``package`` is missing; empty for one that is in neither list."""
-    if package in OF_SGLANG:
+    """Return what to do if ``package`` is missing; "" for one in neither list."""
+    if package in FROM_SGLANG:
         return "run it with the Python that SGLang is installed in"
     return f"pip install {PACKAGES[package]}" if package in PACKAGES else ""
 
 
 def missing_package(package: str, problem: str = "which is not installed") -> MissingPackageError:
-    """The sentence for one package; ``problem`` is a relative clause."""
+    """Return the error for a missing package; ``problem`` is a relative clause."""
     return MissingPackageError(package, how_to_install(package), problem)
 
 
 def package_behind(error: ImportError) -> MissingPackageError | None:
-    """The package whose absence ``error`` tells of. None where no other package is behind it: that is a bug."""
+    """Return the error for the package that caused ``error``; None if no other package did, which means a bug."""
     package = (error.name or "").partition(".")[0]
     if not package or package == __package__ or package in sys.stdlib_module_names:
         return None
@@ -51,7 +51,7 @@ def package_behind(error: ImportError) -> MissingPackageError | None:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package by the name that pip knows, or None; imports nothing."""
+    """Return the version of a package by its name for pip, or None if missing; imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,11 +1,11 @@
-"""Copies by the GPU's copy engines: one driver call per layer, no multiprocessor used.
+"""Copies by the GPU's copy engines: one driver call per layer, without using any multiprocessor.
 
-``cuMemcpyBatchAsync`` takes one call for any number of copies. It is called through ctypes: no compiled extension, no
-toolkit. It has two argument lists, and a wrong guess is a crash: the version that ``cuGetProcAddress`` is asked for
-decides, whatever the toolkit or torch were built with. Asked for 12.8, every driver since then answers with the one
-that has ``failIdx``. tests/kernels/test_cuda_structs.py compiles the struct against ``cuda.h``.
+One call of ``cuMemcpyBatchAsync`` submits any number of copies. It is called through ctypes, without a compiled
+extension or a toolkit. It has two argument lists, and a wrong guess crashes: the version passed to
+``cuGetProcAddress`` decides, whatever the toolkit or torch were built with. For 12.8, every driver since then returns
+the one with ``failIdx``. tests/kernels/test_cuda_structs.py compiles the struct against ``cuda.h``.
 
-Copies are planned on the CPU, which wants indices that are there already (SGLang's ``direct`` backend): fetching them
+Copies are planned on the CPU, so the indices must be there already (SGLang's ``direct`` backend): fetching them
 from the device would make the scheduler wait for the forward pass that the stream waits for.
 """
 
@@ -27,7 +27,7 @@ _VERSION = 12080
 _SOURCE_IN_STREAM_ORDER = 1
 _PREFER_OVERLAP_WITH_COMPUTE = 1
 _LEGACY_STREAMS = (0, 1)
-"""Handles of the legacy default stream, in which batches are refused: NULL and CU_STREAM_LEGACY."""
+"""Handles of the legacy default stream, in which the driver refuses batches: NULL and CU_STREAM_LEGACY."""
 
 
 class Attributes(ctypes.Structure):
@@ -43,13 +43,13 @@ class Attributes(ctypes.Structure):
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 BATCH_TYPES = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER)
-"""Destinations, sources, sizes, how many; attributes, their first copies, how many; failIdx, stream."""
+"""Destinations, sources, sizes, count; attributes, indices of their first copies, count; failIdx, stream."""
 
 
 def open_driver() -> Callable[..., int]:
-    """Return the function of this machine's driver that copies batches, of ``BATCH_TYPES``.
+    """Return the driver's function that copies batches, with arguments of ``BATCH_TYPES``.
 
-    Raises :class:`CopyError` where there is none, or one older than 12.8.
+    Raises :class:`CopyError` if there is no driver, or only one older than 12.8.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -57,9 +57,9 @@ def open_driver() -> Callable[..., int]:
         raise CopyError("no CUDA driver: libcuda.so.1 cannot be loaded") from None
     address = ctypes.c_void_p()
     try:
-        look_up = library.cuGetProcAddress_v2
-        look_up.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int, ctypes.c_uint64, _POINTER)
-        code = look_up(b"cuMemcpyBatchAsync", ctypes.byref(address), _VERSION, 0, None)
+        get_address = library.cuGetProcAddress_v2
+        get_address.argtypes = (ctypes.c_char_p, _POINTER, ctypes.c_int, ctypes.c_uint64, _POINTER)
+        code = get_address(b"cuMemcpyBatchAsync", ctypes.byref(address), _VERSION, 0, None)
     except AttributeError:
         code = -1
     if code or not address.value:
@@ -71,14 +71,14 @@ def open_driver() -> Callable[..., int]:
 
 
 class BatchedDmaEngine:
-    """Submits every run of the plan as one copy, to the current device. No copy spans two host registrations."""
+    """Submits each run of the plan as one copy, to the current device. No copy spans two host registrations."""
 
     name = "batched_dma"
 
     def __init__(self, batch: Callable[..., int]) -> None:
-        """``batch``: of ``open_driver``. It is told that copies should run besides compute."""
+        """``batch`` is the function from ``open_driver``. Its attributes request copies that overlap with compute."""
         self._batch = batch
-        # These live as long as the engine, so that no call can outlive them.
+        # These arguments live as long as the engine, so that no call can outlive them.
         self._attributes = Attributes(source_access_order=_SOURCE_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE)
         self._first_copy = ctypes.c_size_t(0)
         self._failed = ctypes.c_size_t(0)
@@ -108,7 +108,7 @@ class BatchedDmaEngine:
         return torch.cuda.is_current_stream_capturing()
 
     def copy_batch(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:
-        """Submit ``count`` copies in no order among themselves; three addresses of arrays of 64-bit integers.
+        """Submit ``count`` mutually unordered copies, given the addresses of three arrays of 64-bit integers.
 
         The arrays may change once the call has returned. Raises :class:`CopyError`.
         """
@@ -120,7 +120,7 @@ class BatchedDmaEngine:
 
 
 class _BatchedTransfer:
-    """Two arrays of addresses, rewritten for each submission, and one of sizes, which stay."""
+    """Two arrays of addresses, rewritten for each submission, and a constant array of sizes."""
 
     def __init__(self, engine: BatchedDmaEngine, operation: Operation) -> None:
         self._engine = engine
@@ -130,14 +130,14 @@ class _BatchedTransfer:
         self._reserve(max((last - first for first, last in operation.stack.layers), default=0))
 
     def _reserve(self, copies: int) -> None:
-        """Make arrays for ``copies`` copies of a stack; those of fewer are their beginnings."""
+        """Allocate arrays for ``copies`` copies of a stack; fewer copies use the arrays' beginnings."""
         if copies <= self._copies:
             return
         self._copies = copies
         self._host = np.empty((copies, len(self._plan)), dtype=np.int64)
         self._device = np.empty_like(self._host)
         self._sizes = np.tile(self._plan.sizes, copies)
-        # Looking an array's address up costs more than adding to it.
+        # Cache the addresses: looking up an array's address costs more than adding to the array.
         self._addresses = self._host.ctypes.data, self._device.ctypes.data, self._sizes.ctypes.data
 
     def submit(self, first: int, last: int) -> None:

@@ -1,8 +1,8 @@
-"""What ``hicache-ext bench kernels --calibrate`` measured on one model of GPU, and which engine that makes the fastest.
+"""The measurements of ``hicache-ext bench kernels --calibrate`` on one GPU model, and the fastest engine they imply.
 
-One JSON file per GPU model, in ``$XDG_CACHE_HOME/hicache_ext/kernels`` unless configured otherwise. It holds seconds
-per layer for each engine and for SGLang's own path, measured side by side, by direction, host layout, where the token
-indices are, and size. An engine is chosen only where SGLang's own path was measured too and was clearly slower.
+There is one JSON file per GPU model, in ``$XDG_CACHE_HOME/hicache_ext/kernels`` unless configured otherwise. It holds
+seconds per layer for each engine and for SGLang's own path, measured side by side, by direction, host layout, location
+of the token indices, and size. An engine is chosen only if SGLang's own path was measured too and was clearly slower.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hicache_ext.runtime.whole_file import write_whole
 logger = logging.getLogger(__name__)
 
 MARGIN = 1.05
-"""How many times as fast as the baseline an engine must be: what is closer than that is noise."""
+"""Least speedup of an engine over the baseline; anything smaller is noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What makes one engine faster than another, and how fast each was there."""
+    """The conditions that decide which engine is fastest, and the speed of each under them."""
 
     direction: Direction
     layout: str
-    """The host layout; "" outside of SGLang."""
+    """The host layout; "" outside SGLang."""
     run_bytes: int
-    """Bytes of a run, as far as the geometry says: pages that happen to be neighbours make longer ones."""
+    """Bytes of a run according to the geometry; pages that happen to be neighbours make longer runs."""
     bytes_per_layer: int
     indices: Literal["cpu", "device"]
     seconds: Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
-    """Per layer, submission included, by engine; empty where ``fastest`` is asked."""
+    """Engine -> seconds per layer, including submission; empty in an argument of ``fastest``."""
 
     @classmethod
     def of(cls, operation: Operation, seconds: dict[str, float]) -> Measurement:
@@ -52,11 +52,11 @@ class Measurement:
         return cls(operation.direction, stack.layout, stack.run_bytes, moved, indices, seconds)
 
     def distance(self, other: Measurement) -> float:
-        """Between sizes, in doublings; infinite where anything else differs."""
+        """Return the distance between sizes, in doublings; infinite if anything else differs."""
         if (self.direction, self.layout, self.indices) != (other.direction, other.layout, other.indices):
             return math.inf
         sizes = (self.run_bytes, other.run_bytes), (self.bytes_per_layer, other.bytes_per_layer)
-        return sum(abs(math.log2(max(mine, 1) / max(theirs, 1))) for mine, theirs in sizes)
+        return sum(abs(math.log2(max(own, 1) / max(compared, 1))) for own, compared in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ class Calibration:
     date: str
     measurements: tuple[Measurement, ...]
     version: Literal[1] = 1
-    """Of the file's format."""
+    """Version of the file's format."""
 
     def fastest(self, wanted: Measurement, engines: Container[str]) -> str | None:
-        """That of ``engines`` that is clearly faster than SGLang's own path where the sizes are nearest, ``SGLANG`` if
-        none is. A file may name engines that no longer exist.
+        """Return the fastest of ``engines`` at the nearest measured sizes if it is clearly faster than SGLang's own
+        path, otherwise ``SGLANG``; a file may name engines that no longer exist.
 
-        None if nothing like ``wanted`` was measured together with SGLang's own path.
+        Returns None if nothing like ``wanted`` was measured together with SGLang's own path.
         """
-        measured = [one for one in self.measurements if SGLANG in one.seconds]
+        measured = [measurement for measurement in self.measurements if SGLANG in measurement.seconds]
         nearest = min(measured, key=wanted.distance, default=None)
         if nearest is None or math.isinf(wanted.distance(nearest)):
             return None
@@ -86,7 +86,7 @@ class Calibration:
 
 
 def calibration_file(gpu: str) -> Path:
-    """Where the calibration of a GPU model lies; ``gpu`` is its name in the driver.
+    """Return the path of a GPU model's calibration; ``gpu`` is its name in the driver.
 
     Raises ``CalibrationError`` for an account without a home directory."""
     try:
@@ -101,7 +101,7 @@ _FILE = TypeAdapter(Calibration)
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises :class:`CalibrationError` with one sentence if the file is missing or is not a calibration."""
+    """Read a calibration. Raises :class:`CalibrationError` with one sentence if it is missing or invalid."""
     try:
         return _FILE.validate_json(path.read_bytes())
     except OSError as error:
@@ -113,7 +113,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def calibration_of_machine() -> Calibration | None:
-    """That of this machine's GPU, if there is one. What cannot be read is left unused, with a warning."""
+    """Return the calibration of this machine's GPU, or None. An unreadable file is ignored with a warning."""
     try:
         path = calibration_file(torch.cuda.get_device_name())
         return read_calibration(path) if path.exists() else None
@@ -123,6 +123,6 @@ def calibration_of_machine() -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Whole or not at all: other processes may read it at any time."""
+    """Write a calibration atomically, since other processes may read it at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, _FILE.dump_json(calibration, indent=1).decode() + "\n")

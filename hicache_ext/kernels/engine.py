@@ -1,8 +1,8 @@
-"""What a copy engine is: the one interface behind which the ways to move rows differ; and the reference engine.
+"""The interface of copy engines, which move rows in different ways, and the reference engine.
 
-An *operation* moves one set of tokens, in one direction, for some or all layers of a pool. It is made once; an engine
-*begins* it once and is then told layer by layer what to submit. All of that happens on one thread (in SGLang: the
-scheduler's, before the forward pass), inside the stream in which the copies shall run.
+An *operation* moves one set of tokens, in one direction, for some or all layers of a pool. It is created once; an
+engine *begins* it once and then submits it layer by layer as requested. All of that happens on one thread (in SGLang:
+the scheduler's, before the forward pass), inside the stream in which the copies are to run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from hicache_ext.kernels.geometry import CopyPlan, CopyShape, LayerStack, Rows, make_plan
 
 SGLANG = "sglang"
-"""The name of SGLang's own path, which is no engine of ours."""
+"""The name of SGLang's own path, which is none of our engines."""
 
 
 class Direction(StrEnum):
@@ -28,7 +28,7 @@ class Direction(StrEnum):
 
 
 class Operation:
-    """One set of tokens to move: int64 token indices of equal length, one per token, on the CPU or on the device.
+    """One set of tokens to move: two int64 index tensors of equal length, one index per token, on CPU or device.
 
     No index occurs twice on the side that is written. Raises ``ValueError`` for unequal lengths.
     """
@@ -54,14 +54,14 @@ class Operation:
 
     @cached_property
     def plan(self) -> CopyPlan:
-        """Made at first use, once for all layers. Waits for the device unless ``indices_on_cpu``."""
+        """The plan for all layers, made at first use. Waits for the device unless ``indices_on_cpu``."""
         return make_plan(self.stack.shape, self.host_indices.cpu().numpy(), self.device_indices.cpu().numpy())
 
 
 Submit = Callable[[int, int], None]
 """Submits copies ``first`` to ``last - 1`` of an operation's stack to the current stream of the device. On return they
-need only be ordered on that stream. Raises CopyError if they could not be submitted. Dropping it is always safe: what
-is submitted stays valid."""
+need only be ordered on that stream. Raises CopyError if they could not be submitted. Dropping the function is always
+safe: submitted copies stay valid."""
 
 
 class CopyEngine(Protocol):
@@ -70,18 +70,18 @@ class CopyEngine(Protocol):
     name: str
 
     def refusal(self, operation: Operation) -> str | None:
-        """Why this engine cannot serve ``operation`` in the current stream, in a word or two; None if it can."""
+        """Return in a word or two why this engine cannot serve ``operation`` in the current stream; None if it can."""
 
     def begin(self, operation: Operation) -> Submit:
-        """Plan ``operation``; ``refusal`` has answered None for it in the same stream."""
+        """Plan ``operation``, for which ``refusal`` has returned None in the same stream."""
 
 
 # -- the reference -----------------------------------------------------------------------------------------------------
-# Torch gather and scatter, on any device: what the other engines are compared with, and what lets SGLang's HiCache run
-# on a machine without a GPU. It copies whole rows through one temporary per layer and component, and does not overlap
-# with anything.
+# Torch gather and scatter, on any device: the other engines are compared with it, and it lets SGLang's HiCache run on a
+# machine without a GPU. It copies whole rows through one temporary per layer and component, and does not overlap with
+# anything.
 
-# Gathers and scatters move elements, so the widest integer that divides every address and stride moves most at a time.
+# Gathers and scatters move elements, so use the widest integer that divides every address and stride.
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
@@ -123,10 +123,10 @@ def _copy_rows(
 
 
 def _view(
-    rows: Rows, of_all: CopyShape, width: int, dtype: torch.dtype, indices: torch.Tensor
+    rows: Rows, copy_shape: CopyShape, width: int, dtype: torch.dtype, indices: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """A view of the rows with the token axes in front, and the index that selects ``indices`` on those axes."""
-    page_size = of_all.page_size
+    """Return a view of the rows with the token axes in front, and the index that selects ``indices`` on those axes."""
+    page_size = copy_shape.page_size
     indices = indices.to(rows.storage.device)
     if rows.strides.page == page_size * rows.strides.token:
         shape: tuple[int, ...] = (rows.token_count,)
@@ -136,7 +136,7 @@ def _view(
         shape = (rows.token_count // page_size, page_size)
         strides = (rows.strides.page, rows.strides.token)
         place = (indices // page_size, indices % page_size)
-    shape += (of_all.segments, of_all.segment_bytes)
+    shape += (copy_shape.segments, copy_shape.segment_bytes)
     strides += (rows.strides.segment, 1)
     words = torch.empty(0, dtype=dtype, device=rows.storage.device)
     words.set_(

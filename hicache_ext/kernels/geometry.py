@@ -1,12 +1,12 @@
-"""Where the bytes of one layer's KV rows lie, on the host and on the device, and the runs in which they are copied.
+"""The addresses of one layer's KV rows, on the host and on the device, and the runs in which they are copied.
 
 A *row* is what one token keeps in one layer of one component (K, V, or the MLA latent). Rows are found by token index:
 
     address(t) = base + (t // page_size) * page_stride + (t % page_size) * token_stride
 
-and a row is one run of bytes everywhere but in the ``page_head`` host layout, which cuts it in one *segment* per KV
-head, ``segment_stride`` bytes apart. Nothing here copies, and nothing here knows SGLang: engines take a
-:class:`LayerStack`, ``sglang/kernel_hooks.py`` makes it from a pool.
+A row is one run of bytes, except in the ``page_head`` host layout, which cuts it into one *segment* per KV head,
+``segment_stride`` bytes apart. Nothing here copies, and nothing here knows SGLang: engines take a
+:class:`LayerStack`, which ``sglang/kernel_hooks.py`` makes from a pool.
 
 All strides, addresses and sizes are in bytes, all indices in tokens.
 """
@@ -28,7 +28,7 @@ HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 class Strides(NamedTuple):
-    """Where the rows of one side lie relative to token 0."""
+    """Strides of the rows on one side; offsets are relative to token 0."""
 
     page: int
     token: int
@@ -39,8 +39,8 @@ class Strides(NamedTuple):
 class Rows:
     """The rows of one layer of one component on one side.
 
-    ``storage`` is the memory the addresses point into: it keeps it alive, and gives engines that work on tensors a
-    way in. ``base`` is the address of token 0's first segment.
+    ``storage`` is the memory that the addresses point into: it keeps that memory alive, and engines that work on
+    tensors access it through it. ``base`` is the address of token 0's first segment.
     """
 
     storage: torch.UntypedStorage
@@ -49,18 +49,18 @@ class Rows:
     strides: Strides
 
     def address(self, token: int, segment: int, page_size: int) -> int:
-        """Address of one segment of one token: the definition that engines are tested against."""
+        """Return the address of one segment of one token: the definition that engines are tested against."""
         page, slot = divmod(token, page_size)
         return self.base + page * self.strides.page + slot * self.strides.token + segment * self.strides.segment
 
 
 LayerCopy = tuple[Rows, Rows]
-"""One component of one layer: on the host, and on the device."""
+"""One component of one layer: its rows on the host, and on the device."""
 
 
 class CopyShape(NamedTuple):
-    """What the copies of all layers of an operation have in common: everything but where they begin. A row is
-    ``segments`` runs of ``segment_bytes``."""
+    """What the copies of all layers of an operation have in common: everything but their base addresses. A row consists
+    of ``segments`` runs of ``segment_bytes``."""
 
     page_size: int
     segments: int
@@ -79,9 +79,9 @@ Registration = tuple[int, int]
 
 
 class LayerStack:
-    """All layers of one pool: one shape, and per copy the two addresses at which it begins. Never changes.
+    """All layers of one pool: one shape, and two base addresses per copy. Immutable.
 
-    An operation is planned once, relative to token 0; to submit a layer is to add its two addresses to the plan.
+    An operation is planned once, relative to token 0; submitting a layer adds its two base addresses to the plan.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class LayerStack:
         layout: str = "",
         registrations: Sequence[Registration] = (),
     ) -> None:
-        """``layers``: the copies of each (K and V, or the latent). ``layout`` names the host layout and tells
-        calibrated speeds apart; ``registrations`` is the page-locked host memory, empty where there is none. Raises
-        ``ValueError`` if the layers do not share one shape, or if there are none."""
+        """``layers`` holds the copies of each layer (K and V, or the latent). ``layout`` names the host layout, to
+        look up calibrated speeds; ``registrations`` is the page-locked host memory, possibly empty. Raises
+        ``ValueError`` if the layers do not share one shape, or if there are no layers."""
         self.copies = tuple(copy for layer in layers for copy in layer)
         shapes = {
             CopyShape(page_size, segments, segment_bytes, host.strides, device.strides) for host, device in self.copies
@@ -105,7 +105,7 @@ class LayerStack:
             raise ValueError(f"a stack needs layers of one shape; got {len(shapes)}: {sorted(shapes)}")
         self.shape = shape = shapes.pop()
         self.layers = tuple(itertools.pairwise(np.cumsum([0, *(len(layer) for layer in layers)]).tolist()))
-        """Of each layer, its first copy and one past its last."""
+        """(first copy, last copy + 1) of each layer."""
         self.layout = layout
         self.registrations = tuple(sorted(registrations))
         bases = np.array([(host.base, device.base) for host, device in self.copies], dtype=np.int64)
@@ -121,7 +121,7 @@ class LayerStack:
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of the runs that every plan of whole pages has at least: of a page, or of a segment."""
+        """Least bytes of a run in any plan of whole pages: those of a page, or of a segment."""
         shape = self.shape
         touching = shape.host.token == shape.device.token == shape.row_bytes
         if touching and (shape.segments == 1 or shape.host.segment == shape.device.segment == shape.segment_bytes):
@@ -130,7 +130,7 @@ class LayerStack:
 
 
 def _all_covered(hosts: Sequence[Rows], shape: CopyShape, registrations: Sequence[Registration]) -> bool:
-    """``registrations`` sorted by address: a row may lie in several that touch."""
+    """Return whether all rows lie in ``registrations``, sorted by address; a row may span several that touch."""
     for rows in hosts:
         reached = rows.base
         for address, size in registrations:
@@ -143,16 +143,16 @@ def _all_covered(hosts: Sequence[Rows], shape: CopyShape, registrations: Sequenc
 
 
 def page_tokens(pages: Sequence[int] | torch.Tensor, page_size: int) -> torch.Tensor:
-    """The token indices of whole ``pages``, int64, on the device of ``pages``."""
+    """Return the token indices of whole ``pages``, int64, on the device of ``pages``."""
     starts = torch.as_tensor(pages, dtype=torch.int64) * page_size
     return (starts[:, None] + torch.arange(page_size, device=starts.device)).flatten()
 
 
 def device_rows(tensor: torch.Tensor, *, page_size: int, row_stride: int, segment_bytes: int) -> Rows:
-    """Rows of one layer's device buffer, shape ``(tokens, ...)``.
+    """Return the rows of one layer's device buffer, shape ``(tokens, ...)``.
 
-    ``row_stride`` is the distance between tokens: the row size in packed buffers, more where a unified pool interleaves
-    layers. A row itself is one run.
+    ``row_stride`` is the distance between tokens: the row size in packed buffers, more in a unified pool that
+    interleaves layers. A row itself is one run.
     """
     if tensor.is_contiguous():
         token_count = tensor.numel() * tensor.element_size() // row_stride if row_stride else 0
@@ -177,7 +177,7 @@ def host_rows(
     segments: int,
     segment_bytes: int,
 ) -> Rows:
-    """Rows of one layer in a host buffer that holds one component of all ``layer_num`` layers.
+    """Return the rows of one layer in a host buffer that holds one component of all ``layer_num`` layers.
 
     Shapes, with L layers, P page_size, H segments (KV heads), D head_dim:
 
@@ -205,14 +205,14 @@ def host_rows(
 
 
 # -- the plan of one operation -----------------------------------------------------------------------------------------
-# Which runs of bytes go where, the same for every layer but for two added addresses.
+# The source and target of each run of bytes. It is the same for every layer, except for the two base addresses.
 #
-# A *run* is contiguous on both sides. Runs are as long as both sides allow: rows of a page that touch on both sides are
-# one run, and so are pages that are neighbours on both sides, whatever order they were given in. Where rows touch on
-# one side only (``page_first`` hosts, unified device pools), each row is a run.
+# A *run* is contiguous on both sides. Runs are as long as both sides allow: rows of a page that touch on both sides
+# form one run, and so do pages that are neighbours on both sides, in whatever order they were given. If rows touch on
+# only one side (``page_first`` hosts, unified device pools), each row is a run.
 #
-# Everything is numpy on arrays of the length of the operation: the planning happens on SGLang's scheduler thread,
-# before the forward pass. Offsets are relative to token 0 of a copy, in bytes.
+# Planning uses numpy on arrays as long as the operation, because it happens on SGLang's scheduler thread, before the
+# forward pass. Offsets are relative to token 0 of a copy, in bytes.
 
 Offsets = NDArray[np.int64]
 
@@ -230,16 +230,16 @@ class CopyPlan:
 
 
 def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) -> CopyPlan:
-    """The plan that copies token ``host_indices[i]`` to or from token ``device_indices[i]``, for all ``i``.
+    """Return the plan that copies token ``host_indices[i]`` to or from token ``device_indices[i]``, for all ``i``.
 
-    Two int64 arrays of one length; whole pages are planned page by page, anything else token by token. No index may
-    occur twice on the side that is written.
+    Both are int64 arrays of one length. Whole pages are planned page by page, anything else token by token. No index
+    may occur twice on the side that is written.
     """
     if len(host_indices) == 0:
         nothing = np.empty(0, dtype=np.int64)
         return CopyPlan(nothing, nothing, nothing)
     if shape.segments > 1 and shape.host.segment == shape.device.segment == shape.segment_bytes:
-        # The segments of a row touch on both sides.
+        # The segments of a row touch on both sides: treat them as one.
         row = shape.row_bytes
         sides = shape.host._replace(segment=row), shape.device._replace(segment=row)
         shape = CopyShape(shape.page_size, 1, row, *sides)
@@ -252,19 +252,19 @@ def make_plan(shape: CopyShape, host_indices: Offsets, device_indices: Offsets) 
         host, device = host[order], device[order]
     size = shape.segment_bytes
     if shape.segments == 1 and shape.host.token == shape.device.token == size:
-        return _joined(host, device, tokens * size)
+        return _merge_runs(host, device, tokens * size)
     if tokens * shape.segments > 1:
         host, device = (
             _every_segment(host, shape, shape.host, tokens),
             _every_segment(device, shape, shape.device, tokens),
         )
-    return _joined(host, device, size)
+    return _merge_runs(host, device, size)
 
 
 def split_at_borders(
     host: Offsets, device: Offsets, sizes: Offsets, registrations: tuple[Registration, ...]
 ) -> tuple[Offsets, Offsets, Offsets]:
-    """Runs at absolute addresses, cut wherever one begins in one registration and ends in another."""
+    """Cut runs at absolute addresses wherever one begins in one registration and ends in another."""
     borders = np.array([address for address, _ in registrations[1:]], dtype=np.int64)
     first = np.searchsorted(borders, host, side="right")
     pieces = np.searchsorted(borders, host + sizes, side="left") - first + 1
@@ -272,7 +272,7 @@ def split_at_borders(
         return host, device, sizes
     run = np.repeat(np.arange(len(host)), pieces)
     piece = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    border = first[run] + piece  # the border at which a piece ends; the one before it is where the piece begins
+    border = first[run] + piece  # a piece ends at this border and begins at the previous one
     begins: Offsets = np.where(piece == 0, host[run], borders[np.maximum(border - 1, 0)])
     last = piece == pieces[run] - 1
     ends: Offsets = np.where(last, (host + sizes)[run], borders[np.minimum(border, len(borders) - 1)])
@@ -280,7 +280,7 @@ def split_at_borders(
 
 
 def _are_whole_pages(page_size: int, indices: Offsets) -> bool:
-    """Whether the tokens are whole pages in order."""
+    """Return whether the tokens are whole pages in order."""
     if len(indices) % page_size:
         return False
     rows = indices.reshape(-1, page_size)
@@ -297,14 +297,14 @@ def _offsets(indices: Offsets, page_size: int, strides: Strides) -> Offsets:
 
 
 def _every_segment(offsets: Offsets, shape: CopyShape, strides: Strides, tokens: int) -> Offsets:
-    """Where each segment begins of so many tokens from each offset on."""
+    """Return the offset of every segment of the ``tokens`` tokens that begin at each of ``offsets``."""
     within = np.arange(tokens)[:, None] * strides.token + np.arange(shape.segments) * strides.segment
     every: Offsets = (offsets[:, None] + within.ravel()).ravel()
     return every
 
 
-def _joined(host: Offsets, device: Offsets, size: int) -> CopyPlan:
-    """Runs of ``size`` bytes, neighbours on both sides made one."""
+def _merge_runs(host: Offsets, device: Offsets, size: int) -> CopyPlan:
+    """Return a plan of runs of ``size`` bytes, merging those that are neighbours on both sides."""
     apart = (np.diff(host) != size) | (np.diff(device) != size)
     if apart.all():
         return CopyPlan(host, device, np.full(len(host), size, dtype=np.int64))

@@ -1,7 +1,7 @@
-"""Which engine serves an operation, and why; counted by engine and reason.
+"""Chooses the engine for each operation, and counts choices by engine and reason.
 
-On the CPU the reference. On a GPU SGLang's own path unless an engine is configured, or the calibration of this GPU
-found one clearly faster; and always SGLang's own path for what an engine refuses.
+On the CPU it chooses the reference; on a GPU SGLang's own path, unless an engine is configured or the calibration of
+this GPU found one clearly faster. Operations that an engine refuses always take SGLang's own path.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 kernel_metrics = TierMetrics("kernels", prefix="copy_")
-"""Operations of this process, keyed ("load", "triton: calibrated"): direction, then engine and why that engine."""
+"""Operations of this process, with keys like ("load", "triton: calibrated"): direction, engine and reason."""
 
 
 class Selector:
-    """Chooses for every operation. One per process in SGLang; for one thread.
+    """Chooses an engine for every operation. One per process in SGLang; not thread-safe.
 
-    ``engines`` makes each engine when it is first wanted; one that cannot be made is unavailable from then on.
+    ``engines`` constructs each engine at its first use; one whose construction fails is unavailable from then on.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class Selector:
         calibration: Calibration | None = None,
         metrics: TierMetrics = kernel_metrics,
     ) -> None:
-        self._makers = engines
+        self._constructors = engines
         self._engine = engine
         self._calibration = calibration
         self._metrics = metrics
-        self._made: dict[str, CopyEngine | None] = {}
+        self._engines: dict[str, CopyEngine | None] = {}
         self._log = LimitedLog(logger, math.inf)
 
     def choose(self, operation: Operation) -> CopyEngine | None:
-        """The engine for ``operation``, which will be submitted in the current stream; None for the caller's own
-        path."""
+        """Return the engine for ``operation``, which will be submitted in the current stream; None for the caller's
+        own path."""
         name, reason = self._wanted(operation)
         engine = None
         if name != SGLANG:
-            engine = self._made_engine(name)
+            engine = self._get_engine(name)
             refusal = "unavailable" if engine is None else engine.refusal(operation)
             if refusal is not None:
                 engine, reason = None, refusal
@@ -63,8 +63,8 @@ class Selector:
         return engine
 
     def begin(self, operation: Operation) -> Callable[..., bool]:
-        """Choose an engine, and plan ``operation`` once for all layers. The answer submits copies as ``Submit``, all
-        where it gets no numbers; False: the caller has to make these itself."""
+        """Choose an engine, and plan ``operation`` once for all layers. The returned function submits copies as
+        ``Submit`` does, by default all; it returns False if the caller has to copy them itself."""
         engine = self.choose(operation)
         copy: Submit | None = None
 
@@ -76,24 +76,24 @@ class Selector:
                 copy = copy or engine.begin(operation)
                 copy(first, last)
             except CopyError as error:
-                # What was submitted so far copied the right bytes; copying them again does no harm.
+                # Copies submitted so far moved the right bytes; repeating them does no harm.
                 logger.warning("copy engine %s failed and is given up: %s", engine.name, error)
                 self.count(operation.direction, None, "failed")
-                self._made[engine.name] = None
+                self._engines[engine.name] = None
                 engine = None
             return engine is not None
 
         return submit
 
     def count(self, direction: str, engine: CopyEngine | None, reason: str) -> None:
-        """Count one operation; the first of its kind is logged."""
+        """Count one operation, and log the first of its kind."""
         name = engine.name if engine else SGLANG
         kind = f"{name}: {reason}"
         self._metrics.add(str(direction), kind)
         self._log.log(logging.INFO, kind, "copies between host and device: %s (%s)", name, reason)
 
     def _wanted(self, operation: Operation) -> tuple[str, str]:
-        """The name of an engine, and why that one, as a metric label."""
+        """Return the name of an engine, and the reason for it as a metric label."""
         if self._engine != "auto":
             return self._engine, "configured"
         if operation.stack.device.type == "cpu":
@@ -102,17 +102,17 @@ class Selector:
             return SGLANG, "not_calibrated"
         from hicache_ext.kernels.calibration import Measurement
 
-        fastest = self._calibration.fastest(Measurement.of(operation, {}), self._makers)
+        fastest = self._calibration.fastest(Measurement.of(operation, {}), self._constructors)
         return (SGLANG, "not_measured") if fastest is None else (fastest, "calibrated")
 
-    def _made_engine(self, name: str) -> CopyEngine | None:
-        if name not in self._made:
+    def _get_engine(self, name: str) -> CopyEngine | None:
+        if name not in self._engines:
             try:
-                self._made[name] = self._makers[name]()
+                self._engines[name] = self._constructors[name]()
             except (CopyError, ImportError, KeyError) as error:
                 logger.warning("copy engine %s is not available: %s", name, error)
-                self._made[name] = None
-        return self._made[name]
+                self._engines[name] = None
+        return self._engines[name]
 
 
 def _batched_dma() -> CopyEngine:
@@ -132,11 +132,11 @@ ENGINES: Mapping[str, Callable[[], CopyEngine]] = {
     "batched_dma": _batched_dma,
     "triton": _triton,
 }
-"""All engines of this package. One that is not used is not imported."""
+"""All engines of this package. Unused ones are not imported."""
 
 
 def make_selector(settings: KernelsConfig) -> Selector:
-    """Return the selector of this machine."""
+    """Return a selector for this machine."""
     calibration: Calibration | None = None
     if torch.cuda.is_available():
         from hicache_ext.kernels.calibration import calibration_of_machine

@@ -1,8 +1,8 @@
 """The Triton kernel that moves rows between page-locked host memory and the device; imports triton.
 
-Host memory is reached by its address, as an integer. A fixed, small number of programs (the quota) shares the work, so
-that attention and matrix products keep the rest of the GPU. Written for the compiler and for the interpreter: loops are
-``while`` loops, since ``range`` over run-time values fails in some pairs of interpreter and NumPy.
+Host memory is accessed by its integer address. A fixed, small number of programs (the quota) shares the work, so
+that attention and matrix products keep the rest of the GPU. The code suits both the compiler and the interpreter: loops
+are ``while`` loops, since ``range`` over run-time values fails with some versions of interpreter and NumPy.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 
-# No annotations but constexpr: the compiler takes their names for globals of the kernel.
+# Annotate with constexpr only: the compiler takes names in annotations for globals of the kernel.
 def copy_rows(  # type: ignore[no-untyped-def]
     bases,  # (copies, 2) int64: host and device address of token 0
-    first,  # the copy to begin with
+    first,  # the first copy
     host_indices,  # int64
     device_indices,  # int64
     rows,  # tokens * segments
@@ -29,11 +29,11 @@ def copy_rows(  # type: ignore[no-untyped-def]
     DEVICE_SEGMENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    WORDS: tl.constexpr,  # of a segment
-    WIDTH: tl.constexpr,  # bytes of a word
-    ALIGNMENT: tl.constexpr,  # of every address, bytes
-    ROWS: tl.constexpr,  # of a tile
-    COLUMNS: tl.constexpr,  # words of a tile
+    WORDS: tl.constexpr,  # words per segment
+    WIDTH: tl.constexpr,  # bytes per word
+    ALIGNMENT: tl.constexpr,  # alignment of every address, in bytes
+    ROWS: tl.constexpr,  # rows per tile
+    COLUMNS: tl.constexpr,  # words per row of a tile
     CHUNKS: tl.constexpr,  # tiles side by side in a row
     IS_LOAD: tl.constexpr,
 ):
@@ -60,7 +60,7 @@ def copy_rows(  # type: ignore[no-untyped-def]
             + (device_token % PAGE_SIZE) * DEVICE_TOKEN
             + (row % SEGMENTS) * DEVICE_SEGMENT
         )
-        # The hint counts on pointers only: on the integers the loads stay scalar.
+        # The hint only works on pointers: on the integers the loads stay scalar.
         host_rows = tl.multiple_of(host.to(pointer), ALIGNMENT)[:, None] + column[None, :]
         device_rows = tl.multiple_of(device.to(pointer), ALIGNMENT)[:, None] + column[None, :]
         inside = in_rows[:, None] & (column < WORDS)[None, :]
@@ -72,5 +72,5 @@ def copy_rows(  # type: ignore[no-untyped-def]
 
 
 def compiled() -> Any:
-    """Return the kernel for GPUs. Its integers are not specialised on: each value of ``first`` would compile anew."""
+    """Return the kernel for GPUs, not specialised on its integers: each value of ``first`` would compile again."""
     return triton.jit(copy_rows, do_not_specialize=["first", "rows", "units"])

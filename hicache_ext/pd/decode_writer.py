@@ -1,17 +1,17 @@
 """The decode node's writer: copies generated pages to host memory and has them written to the pool.
 
-Requests are known by identity alone; they, copies and host memory are behind ``offload`` (sglang/decode_manager.py).
+Requests are opaque handles here; ``offload`` (sglang/decode_manager.py) owns them, the copies and the host memory.
 
-A page is generated, copied to host memory at the next stride or at the finish, queued, given to the PoolWriter, and
-written, tried again, or counted as lost. Its host memory is freed in every case.
+A page is generated, copied to host memory at the next stride or when its request finishes, queued, given to the
+PoolWriter, and then written, retried or counted as lost. Its host memory is freed in every case.
 
-A prefill node goes on from a page boundary at which it finds all pools of the model: every page of the KV, and of the
-others the tail there, the last pages of a sliding window or one recurrent state. So a piece ends at a boundary at which
-all of them can be copied, and is copied, dropped and written with them, the KV last.
+A prefill node can continue only from a page boundary at which it finds all pools of the model: every page of the KV,
+and the tail of each other pool (the last pages of a sliding window, or one recurrent state). A piece therefore ends at
+a boundary at which all pools can be copied; its pools are copied, dropped and written together, the KV last.
 
-Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy; a request's ``chain``
-is the PoolWriter's while a write is under way. Ranks decide alike, because decisions depend only on numbers agreed on
-in ``step``: one small reduction per step when there are several ranks, as in SGLang's own manager, and a second one
+Everything but the PoolWriter runs on the scheduler thread and never waits for a store or a copy; the PoolWriter owns a
+request's ``chain`` while a write is in flight. Ranks decide alike because decisions depend only on numbers agreed on
+in ``step``: with several ranks, one small reduction per step, as in SGLang's own manager, and a second one
 when writes have ended. Reasons: docs/decisions/pull-rule.md.
 """
 
@@ -46,21 +46,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A run of pages in host memory, with the tails at its end: being copied, waiting, or being written."""
+    """A run of pages in host memory, with the tails at its end. It is being copied, waiting, or being written."""
 
     continuation: Continuation
     first_page: int
     pages_of: dict[str, int]
-    """By pool, how many of its pages up to ``end_page``; the KV's come first, and begin at ``first_page``."""
+    """Pool -> number of its pages, which end at ``end_page``. The KV is the first key; it begins at ``first_page``."""
     host_indices: dict[str, torch.Tensor]
-    """By pool, likewise; one index per token, or per state."""
+    """Pool -> host indices of those pages, in the same order: one per token, or one per recurrent state."""
     tokens: Sequence[int]
-    """The tokens ``PageChain.tokens_for`` of these pages."""
+    """The tokens that these pages are hashed from (``PageChain.tokens_for``)."""
     epoch: int
     """The continuation's epoch when the copy began; a piece of an older epoch is dropped on arrival."""
 
     torn: bool = False
-    """The device memory of a tail was given away before the copy had ended."""
+    """Whether the device memory of a tail was reused before its copy had ended."""
 
     @property
     def pages(self) -> int:
@@ -73,32 +73,32 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Continuation:
-    """One request as pages: which were copied to host memory, and which wait to be written."""
+    """The pages of one request: which were copied to host memory, and which wait to be written."""
 
     chain: Any
-    """Of page hashes (``PageChain`` in sglang/decode_manager.py)."""
+    """The chain of page hashes (``PageChain`` in sglang/decode_manager.py)."""
     prompt: Sequence[int]
     """SGLang's own token ids of the prompt; not copied."""
     prompt_pages: int
-    """Whole pages of the prompt: what the prefill node writes."""
+    """Whole pages of the prompt, which the prefill node writes."""
     priority: int
     copied_pages: int
-    """Leading pages of the whole sequence that were copied or need no copy."""
+    """Leading pages of prompt plus output that were copied or need no copy."""
     next_copy_at: int
     """Length of the output at which the next copy is due."""
-    born: int
-    """Milliseconds on the ranks' common clock."""
+    created: int
+    """Time of creation, in milliseconds on the ranks' common clock."""
     prefix_known: bool = False
-    """The prompt's pages are in the pool, or it has none."""
+    """Whether the prompt's pages are known to be in the pool, or there are none."""
     finished: bool = False
     closed: bool = False
-    """Nothing more of this request will be written."""
+    """Whether nothing more of this request will be written."""
     written_pages: int = 0
-    """Leading pages of the whole sequence that are in the pool; 0 as long as nothing of it was written."""
+    """Leading pages of prompt plus output that are in the pool; 0 until the first write."""
     epoch: int = 0
     attempts: int = 0
     first_failure: int = 0
-    """Of the attempts; on the ranks' common clock."""
+    """Time of the first of ``attempts``, in milliseconds on the ranks' common clock."""
     waiting: deque[Piece] = field(default_factory=deque)
     in_flight: bool = False
     not_before: int = 0
@@ -109,51 +109,51 @@ def _pages(pieces: Iterable[Piece]) -> int:
 
 
 # -- the thread that writes to the pool --------------------------------------------------------------------------------
-# Hash, look up, write: no other thread waits on a store. Jobs are done and reported in the order of arrival: ranks
-# compare how many each has finished.
+# It hashes, looks up and writes, so that no other thread waits on a store. Jobs are done and reported in order of
+# arrival, because ranks compare only how many each has finished.
 
 
 class Outcome(enum.IntEnum):
-    """How a job ended; of several ranks the smallest counts."""
+    """How a job ended; among several ranks the smallest value counts."""
 
     FAILED = 0
     PREFIX_MISSING = 1
     REFUSED = 2
-    """A page is not worth storing, by admission: what follows it is of no use, either."""
+    """Admission refused a page, so the pages behind it would be of no use, either."""
     WRITTEN = 3
 
 
 class PoolWriter:
-    """The scheduler thread calls ``submit``, takes from ``finished``, and never waits. All else runs on a thread of
-    its own."""
+    """Writes pieces on its own thread. The scheduler thread calls ``submit``, pops from ``finished``, and never
+    waits."""
 
     def __init__(self, pool: Any, metrics: TierMetrics, pools_on: Mapping[str, Sequence[str]]) -> None:
-        """``pool``: the backend (sglang/backend.py). ``pools_on``: by the pool that has host indices, those on them
-        that are this rank's to write; the KV's last one tells whether a prompt is there. A rank may write none."""
+        """``pool`` is the backend (sglang/backend.py). ``pools_on`` maps a pool that has host indices to the pools that
+        share them and that this rank writes, possibly none; the last one under KV tells whether a prompt is stored."""
         self._pool = pool
         self._metrics = metrics
         self._pools_on = pools_on
         self._jobs: deque[list[Piece]] = deque()
         self.finished: deque[tuple[list[Piece], Outcome]] = deque()
-        """Jobs that ended and were not taken."""
+        """Jobs that ended and that the scheduler has not collected yet."""
         self._log = LimitedLog(logger, 1.0)
         self._loop = BackgroundLoop("hicache-ext-pd-writer", self._work)
-        # At once: a machine without threads shows at the start, and not when jobs keep host memory.
+        # Start immediately: a machine out of threads then fails at startup, not when jobs already hold host memory.
         self._loop.wake()
 
     def submit(self, job: list[Piece]) -> None:
-        """Write consecutive pieces of one continuation, of which no other job is under way."""
+        """Queue consecutive pieces of one continuation, which must have no other job in flight."""
         self._jobs.append(job)
         self._loop.wake()
 
     def stop(self, timeout: float) -> bool:
-        """End the thread after the job under way. False: it did not end, and host memory must not be freed."""
+        """End the thread after the current job. Return False if it did not end: host memory must not be freed then."""
         return self._loop.stop(timeout)
 
     def _work(self) -> float:
         while self._jobs and not self._loop.stopping:
-            # What came meanwhile goes into the same calls, since requests of a batch reach their strides together; but
-            # no recurrent states, of which one may be as large as all pages of a job.
+            # Requests of a batch reach their strides together, so jobs that arrived meanwhile share the same calls.
+            # Not with recurrent states: a single one may be as large as all pages of a job.
             jobs = [self._jobs.popleft()]
             pages = _pages(jobs[0])
             while self._jobs and [*jobs[0][0].host_indices] == [KV]:
@@ -169,7 +169,7 @@ class PoolWriter:
             return self._write(jobs)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - without this thread nothing is ever written again
             if len(jobs) > 1:
-                # One of them may be to blame.
+                # Retry one by one: a single job may be to blame.
                 return [outcome for job in jobs for outcome in self._outcomes([job])]
             self._metrics.add("failure", type(error).__name__)
             self._log.log(logging.ERROR, "write", "hicache_ext: a decode node's write failed", exc_info=error)
@@ -179,7 +179,7 @@ class PoolWriter:
         if not any(self._pools_on.values()):
             return [Outcome.WRITTEN] * len(jobs)
         outcomes = [self._prepare(job) for job in jobs]
-        # The KV last: where it is found, what lies beside it was written before.
+        # Write the KV last: whoever finds it can then rely on the other pools having been written.
         for source in reversed(jobs[0][0].host_indices):
             keys: list[str] = []
             job_of: list[int] = []
@@ -194,8 +194,8 @@ class PoolWriter:
             host_indices = torch.cat(indices).reshape(len(keys), -1)
             for first in range(0, len(keys), _PAGES_PER_WRITE):
                 for name in self._pools_on[source]:
-                    some = range(first, min(first + _PAGES_PER_WRITE, len(keys)))
-                    pages = [page for page in some if outcomes[job_of[page]] is Outcome.WRITTEN]
+                    batch = range(first, min(first + _PAGES_PER_WRITE, len(keys)))
+                    pages = [page for page in batch if outcomes[job_of[page]] is Outcome.WRITTEN]
                     results = self._write_pages(name, [keys[page] for page in pages], host_indices[pages])
                     for page, result in zip(pages, results, strict=True):
                         if not result.durable:
@@ -204,7 +204,7 @@ class PoolWriter:
         return outcomes
 
     def _prepare(self, pieces: list[Piece]) -> Outcome:
-        """Hash the pages of a job: WRITTEN where they may be written."""
+        """Hash the pages of a job. Return WRITTEN if they may be written."""
         continuation = pieces[0].continuation
         chain = continuation.chain
         if pieces[0].first_page and len(chain) < continuation.prompt_pages:
@@ -239,16 +239,16 @@ class PoolWriter:
 
 _PAGES_PER_WRITE = 128
 _COPIES_PER_STEP = 8
-"""Copies of running requests started by one step: a batch that reaches its stride together is spread over steps."""
+"""Most copies of running requests per step: a batch that reaches its stride together is spread over several steps."""
 _RETRIES = 3
 _FIRST_BACKOFF_MS = 250
 _RETRY_WITHIN_MS = 30_000
-"""No write is tried again later than this after its first failure: it keeps host memory."""
+"""A write is not retried later than this after its first failure, since it occupies host memory."""
 _PAGES_IN_FLIGHT = 2 * _PAGES_PER_WRITE
-"""Pages handed to the storage thread; the others wait where they can be dropped, and overtaken by what has finished."""
+"""Pages handed to the storage thread. The others wait where they can be dropped or overtaken by finished requests."""
 
 Minimum = Callable[[list[int]], list[int]]
-"""Of each number the smallest of all ranks."""
+"""Returns, for each number, the minimum over all ranks."""
 
 
 class DecodeWriter:
@@ -266,10 +266,10 @@ class DecodeWriter:
         stride: int = 256,
         prefix_grace: float = 5.0,
     ) -> None:
-        """``offload``: what the writer needs of the server: requests, copies from device to host memory, host memory
-        (``DecodeManager`` in sglang/decode_manager.py). ``stride``: generated tokens between two copies of a running
-        request, at least a page. ``prefix_grace``: seconds that the prefill node may take to write the prompt before it
-        counts as missing."""
+        """``offload`` gives access to the server's requests, device-to-host copies and host memory (``DecodeManager``
+        in sglang/decode_manager.py). ``stride`` is the number of generated tokens between two copies of a running
+        request, at least a page. ``prefix_grace`` is how many seconds the prefill node may take to write the prompt
+        before it counts as missing."""
         self._offload = offload
         self._config = config
         self._writer = writer
@@ -280,7 +280,7 @@ class DecodeWriter:
         self._stride: int = max(1, stride // self._page_size) * self._page_size
         self._prefix_grace = prefix_grace
         self._waiting: dict[Continuation, None] = {}
-        """Those with pieces to write, in the order of arrival. A choice among them depends on facts alone that
+        """Continuations with pieces to write, in order of arrival. A choice among them depends only on facts that
         are equal on all ranks, so that ranks drop the same pages without communication."""
         self._continuations: WeakKeyDictionary[Any, Continuation] = WeakKeyDictionary()
         self._copies_this_step = 0
@@ -291,10 +291,10 @@ class DecodeWriter:
     # -- called by the scheduler for each request after each step -------------------------------------------------
 
     def request_advanced(self, request: Any, output: Sequence[int], finished: bool) -> bool:
-        """A request has a new token at the end of its ``output``, or has ``finished``.
+        """Take note that a request has a new token at the end of its ``output``, or has ``finished``.
 
-        True: a copy of it is due, which releases it when it is done. For a running request that is not due this is a
-        look-up and two comparisons.
+        Return True if a copy began, which releases the request when it is done. For a running request that is not due
+        this costs a lookup and two comparisons.
         """
         continuation = self._continuations.get(request)
         if continuation is None:
@@ -327,7 +327,7 @@ class DecodeWriter:
             priority=said.priority,
             copied_pages=prompt_pages,
             next_copy_at=max(self._copy_due_at(len(prompt), prompt_pages), self._config.min_tokens + 1),
-            born=self._now,
+            created=self._now,
             prefix_known=prompt_pages == 0,
             closed=not said.store,
         )
@@ -336,15 +336,15 @@ class DecodeWriter:
         return continuation
 
     def _copy_due_at(self, prompt_length: int, copied_pages: int) -> int:
-        """Length of the output at which the next stride of whole pages is complete; the last token has no KV yet."""
+        """Return the output length that completes the next stride of whole pages; the last token has no KV yet."""
         return copied_pages * self._page_size + self._stride - prompt_length + 1
 
     def _copy(self, request: Any, output: Sequence[int], continuation: Continuation) -> bool:
-        """Start copying the whole pages that are due; whether a copy began."""
+        """Start copying the whole pages that are due; return whether a copy began."""
         prompt_length, finished = len(continuation.prompt), continuation.finished
         whole_pages = (prompt_length + len(output) - 1) // self._page_size  # the last token has no KV yet
         first_page = continuation.copied_pages
-        # Of a window no page is copied twice: what lies before ``first_page`` was, unless a prefill node wrote it.
+        # Never copy a window's page twice: those before ``first_page`` were copied, unless a prefill node wrote them.
         since = first_page if first_page > continuation.prompt_pages else 0
         end_page = self._offload.boundary(request, whole_pages, since)
         if finished and whole_pages > max(end_page, first_page):
@@ -369,18 +369,18 @@ class DecodeWriter:
         return True
 
     def _host_memory(self, pages_of: Mapping[str, int], spare: Continuation) -> dict[str, torch.Tensor] | None:
-        """Host memory of each pool, for which queued pages are dropped if need be; None where that would not do.
+        """Allocate host memory of each pool, dropping queued pages if need be; None where that would not suffice.
 
-        By priority, then by age; never of ``spare``, for which memory is freed, nor of a higher priority than its own.
+        Victims are chosen by priority, then by age; never ``spare``, which needs the memory, nor a higher priority.
         """
         pools = self._offload.pools
         lacking = {name: pages - pools.free_pages(name) for name, pages in pages_of.items()}
         if max(lacking.values()) > 0:
-            waiting = [one for one in self._waiting if one is not spare and one.priority <= spare.priority]
-            queued = [piece for one in waiting for piece in one.waiting]
+            victims = [other for other in self._waiting if other is not spare and other.priority <= spare.priority]
+            queued = [piece for victim in victims for piece in victim.waiting]
             if any(sum(piece.pages_of[name] for piece in queued) < pages for name, pages in lacking.items()):
                 return None
-            for victim in sorted(waiting, key=lambda one: (one.priority, one.born)):
+            for victim in sorted(victims, key=lambda victim: (victim.priority, victim.created)):
                 if all(pools.free_pages(name) >= pages for name, pages in pages_of.items()):
                     break
                 self.metrics.add("dropped", "oldest", _pages(victim.waiting))
@@ -406,15 +406,15 @@ class DecodeWriter:
         copied, refused, written, self._now = self._agreed(
             [*self._offload.copies_ended(), len(self._writer.finished), milliseconds]
         )
-        # First what the ranks agree about once more: no error of one rank comes in between.
+        # Handle writes first: they need a second reduction, which an error on one rank must not skip.
         if written:
             self._writes_ended(written)
         self._copies_ended(copied, refused)
         if self._waiting:
-            self._hand_out()
+            self._submit_runs()
 
     def finish_copies(self) -> None:
-        """Wait for every copy under way: retraction is about to free the device memory they read [scheduler]."""
+        """Wait for every copy in flight: retraction is about to free the device memory they read [scheduler]."""
         self._offload.start_copies()
         while self._offload.ongoing_offload:
             self._copies_ended(*self._agreed([*self._offload.copies_ended(wait=True)]))
@@ -436,14 +436,14 @@ class DecodeWriter:
         else:
             self.metrics.add("copy", "torn")
             self._free([piece])
-            # What follows it would be behind a gap; a running request copies from here again.
+            # Later pages would be behind a gap; a running request copies again from here.
             continuation.epoch += 1
             continuation.copied_pages = piece.first_page
             if continuation.finished:
                 self.metrics.add("lost", "torn", piece.pages)
                 self._announce(continuation)
 
-    def _hand_out(self) -> None:
+    def _submit_runs(self) -> None:
         while self._pages_in_flight < _PAGES_IN_FLIGHT:
             run = self._next_run()
             if not run:
@@ -455,10 +455,10 @@ class DecodeWriter:
     def _next_run(self) -> list[Piece]:
         """Take the next consecutive pieces of one continuation, up to ``_PAGES_PER_WRITE`` or one piece; [] if none.
 
-        A continuation has one run under way at a time: its pages must reach the pool in the order of the chain. Those
-        that have finished come first, since their next turn may come at any moment.
+        A continuation has one run in flight at a time: its pages must reach the pool in the order of the chain.
+        Finished requests come first, since the next turn of their conversation may arrive at any moment.
         """
-        for continuation in sorted(self._waiting, key=lambda one: not one.finished):
+        for continuation in sorted(self._waiting, key=lambda continuation: not continuation.finished):
             if continuation.in_flight or continuation.not_before > self._now:
                 continue
             run = [continuation.waiting.popleft()]
@@ -484,9 +484,9 @@ class DecodeWriter:
                 self._announce(continuation)
             elif continuation.closed:
                 self._free(run)
-            elif (pause := self._pause(continuation, outcome)) is not None:
+            elif (pause := self._retry_delay(continuation, outcome)) is not None:
                 continuation.not_before = self._now + pause
-                # First of their continuation, which goes to the end of the queue.
+                # They go back to the front of their continuation, which goes to the end of the queue.
                 continuation.waiting.extendleft(reversed(run))
                 self._waiting.pop(continuation, None)
                 self._waiting[continuation] = None
@@ -495,16 +495,16 @@ class DecodeWriter:
                 self._close(continuation, Outcome(outcome).name.lower(), lost_pages=_pages(run))
 
     def _announce(self, continuation: Continuation) -> None:
-        """Tell prefill nodes of a conversation whose last page is in the pool: the storage thread no longer uses its
-        chain."""
+        """Send a hint to prefill nodes once the last page of a finished request is in the pool; the storage thread no
+        longer uses its chain then."""
         written = continuation.written_pages
         if self._hints is not None and continuation.finished and 0 < written == continuation.copied_pages:
             self._hints.announce(continuation.chain.hashes(0, written))
 
-    def _pause(self, continuation: Continuation, outcome: int) -> int | None:
-        """Milliseconds after which a write is tried again; None where it is not."""
-        if outcome == Outcome.PREFIX_MISSING and self._now - continuation.born < self._prefix_grace * 1000:
-            # The prefill node may still be writing it.
+    def _retry_delay(self, continuation: Continuation, outcome: int) -> int | None:
+        """Return the milliseconds after which to retry a write; None if it is not to be retried."""
+        if outcome == Outcome.PREFIX_MISSING and self._now - continuation.created < self._prefix_grace * 1000:
+            # The prefill node may still be writing the prompt.
             return _FIRST_BACKOFF_MS
         if continuation.attempts == 0:
             continuation.first_failure = self._now
@@ -517,7 +517,7 @@ class DecodeWriter:
         return pause
 
     def stop(self, timeout: float) -> bool:
-        """End the storage thread. True: it ended, and host memory may be freed."""
+        """End the storage thread. Return True if it ended: host memory may be freed then."""
         return self._writer.stop(timeout)
 
     # -- host memory -----------------------------------------------------------------------------------------------
@@ -529,7 +529,7 @@ class DecodeWriter:
         return pieces
 
     def _forget_waiting(self, continuation: Continuation) -> None:
-        """Free queued pages and drop copies under way; a running request copies them again later."""
+        """Free queued pages and drop copies in flight; a running request copies them again later."""
         waiting = self._take_waiting(continuation)
         continuation.epoch += 1
         self._free(waiting)
@@ -540,7 +540,7 @@ class DecodeWriter:
             continuation.copied_pages = min(dropped_from)
 
     def _close(self, continuation: Continuation, reason: str, lost_pages: int = 0) -> None:
-        """Write nothing more of this request: pages behind a gap could never be found."""
+        """Write nothing more of this request, since pages behind a gap could never be found."""
         waiting = self._take_waiting(continuation)
         lost_pages += _pages(waiting)
         self._free(waiting)
@@ -559,20 +559,20 @@ class DecodeWriter:
     # -- reporting -------------------------------------------------------------------------------------------------
 
     def set_levels(self) -> None:
-        """How full it is at the moment of asking [exporter]."""
-        waiting = sum(_pages(list(one.waiting)) for one in list(self._waiting))
+        """Set the gauges to the current levels [exporter]."""
+        waiting = sum(_pages(list(continuation.waiting)) for continuation in list(self._waiting))
         self.metrics.set_level("waiting_pages", "", waiting + self._pages_in_flight)
         self.metrics.set_level("host_used_tokens", "", self._offload.pools.used_tokens())
 
     def log_summary(self) -> None:
-        """One line with all counters, at the end."""
+        """Log one line with all counters; called at exit."""
         self.set_levels()
         counters = sorted({**self.metrics.snapshot(), **self.metrics.levels()}.items())
         logger.info("hicache_ext: decode writer: %s", {".".join(filter(None, key)): amount for key, amount in counters})
 
 
 def _tokens_between(prompt: Sequence[int], output: Sequence[int], wanted: slice) -> Sequence[int]:
-    """A slice of prompt plus output, without concatenating the two."""
+    """Return a slice of prompt plus output, without concatenating the two."""
     length = len(prompt)
     if wanted.start >= length:
         tokens: Sequence[int] = output[wanted.start - length : wanted.stop - length]

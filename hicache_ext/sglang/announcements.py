@@ -1,4 +1,4 @@
-"""What one process of a server tells others of its pages: events to routers, a recording."""
+"""What one process of a server publishes about its pages: KV events for routers, and a recording."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 # -- KV events ---------------------------------------------------------------------------------------------------------
-# For KV-aware routers (storage/serving/events.py), of the pages of this server's KV pool, in SGLang's structs.
+# Events for KV-aware routers (storage/serving/events.py) about the pages of this server's KV pool, in SGLang's structs.
 #
-# SGLang tells what is on the device and in host memory, and nothing of storage. A block hash is the first 8 bytes of a
-# page hash, as there. A storage backend is never given the tokens of a page: ``token_ids`` is empty, no parent is
-# named.
+# SGLang itself reports what is on the device and in host memory, but nothing about storage. A block hash is the first 8
+# bytes of a page hash, as in SGLang's own events. A storage backend never sees the tokens of a page, so ``token_ids``
+# is empty, and no parent is named.
 
 
 def kv_events(
     config: HicacheExtConfig, events: EventsConfig, ranks: Any, pools: ServedPools, store: ReloadableStore
 ) -> EventPublisher | None:
-    """The publisher of this process; None where this release has no events.
+    """Return the publisher of this process; None if this release has no events.
 
     ``ranks`` is SGLang's HiCacheStorageConfig. Raises ConfigError, MissingPackageError.
     """
@@ -52,7 +52,7 @@ def kv_events(
 
     log = LimitedLog(logger, math.inf)
 
-    def look() -> Blocks:
+    def current_blocks() -> Blocks:
         pool = pools.usable(KV)
         if pool is None:
             return {}
@@ -62,18 +62,18 @@ def kv_events(
         return blocks_in(store.arrangement.retrieve, pool.digests, **media)
 
     replica = _replica(ranks)
-    return EventPublisher(events, replica, look, _encoder(lambda: pools.page_size, replica))
+    return EventPublisher(events, replica, current_blocks, _encoder(lambda: pools.page_size, replica))
 
 
 def _replica(ranks: Any) -> int:
-    """Which of the server's KV caches this process has, as SGLang counts them for its own publishers' ports."""
+    """Return the number of this process's KV cache, as SGLang counts them for its own publishers' ports."""
     try:
         from sglang.srt.disaggregation.kv_events import select_kv_publisher_dp_rank
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
         return int(select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank))
-    except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
+    except Exception as error:  # noqa: BLE001 - outside a server SGLang may raise anything here
         logger.debug("which replica this is, is not known: %s", error)
         return int(getattr(ranks, "dp_rank", 0) or 0)
 
@@ -106,13 +106,13 @@ def _encoder(page_size: Callable[[], int], replica: int) -> Encode:
 
 
 # -- recordings --------------------------------------------------------------------------------------------------------
-# Which process of a server records what requests ask for, and what it says about itself in the files.
+# The recorder of a server's lookups, and the facts about its process that go into the files.
 
 _SIZES = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
 
 
 def recording_of(config: HicacheExtConfig, ranks: Any, pools: ServedPools) -> Recorder | None:
-    """The recorder of this process; None where nothing is recorded. ``ranks`` is SGLang's HiCacheStorageConfig.
+    """Return the recorder of this process; None if nothing is recorded. ``ranks`` is SGLang's HiCacheStorageConfig.
 
     Raises ConfigError.
     """

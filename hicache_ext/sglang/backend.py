@@ -1,14 +1,14 @@
 """HiCacheExtBackend: the class SGLang loads (``--hicache-storage-backend dynamic``).
 
-Thin on purpose: it turns SGLang's keys, pools and indices into page batches, and results back into what SGLang expects.
-Everything that stores anything is behind the PageStore contract.
+It is deliberately thin: it turns SGLang's keys, pools and indices into page batches, and results back into what SGLang
+expects. Everything that stores anything is behind the PageStore contract.
 
-Called by SGLang, in this order (threads in brackets): the constructor, ``register_mem_pool_host``,
+SGLang calls, in this order (threads in brackets): the constructor, ``register_mem_pool_host``,
 ``register_mem_host_pool_v2`` per pool, ``on_host_pools_registered`` [scheduler]; then ``batch_exists*`` [prefetch, on
 decode nodes scheduler], ``batch_get*`` [prefetch_io_aux], ``batch_set*`` [backup], ``get_stats`` and ``clear``
 [scheduler]; at the end ``close`` [scheduler].
 
-No call but the first four raises: SGLang would lose the operation at best and a thread at worst. Trouble is a miss.
+Only the first four raise: otherwise SGLang would lose the operation at best and a thread at worst. A failure is a miss.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from hicache_ext.sglang.served_pools import KV, BoundPool
 from hicache_ext.storage.contract import tenants
 from hicache_ext.storage.contract.store import GetResult, PageKeys, SetResult
 
-_LOOK_UP_PORTION = 2048
-"""Keys of a chain that are converted and looked up together: each time costs some 50 us on the way to the tier."""
+_LOOKUP_PORTION = 2048
+"""Keys of a chain that are converted and looked up together; each call costs some 50 us on the way to the tier."""
 
 
-# Answers to calls that fail.
+# Return values of calls that fail.
 
 
 def length(keys: Any) -> int:
     try:
         return len(keys)
-    except Exception:  # noqa: BLE001 - of what is no list of keys, whatever it raises
+    except Exception:  # noqa: BLE001 - ``keys`` is no list, and its ``__len__`` may raise anything
         return 0
 
 
@@ -55,19 +55,19 @@ def transfer_false(transfer: Any = None, *_: Any, **__: Any) -> list[bool]:
     return all_false(getattr(transfer, "keys", None))
 
 
-def answered_name(transfer: Any) -> str | None:
-    """The name under which SGLang looks for the answer to a transfer; None for what is no transfer."""
+def result_name(transfer: Any) -> str | None:
+    """Return the name under which SGLang looks for the result of a transfer; None if it is no transfer."""
     name = getattr(transfer, "name", None)
     return name if isinstance(name, str) else None
 
 
 def transfers_false(transfers: Any = (), *_: Any, **__: Any) -> dict[Any, list[bool]]:
-    named = [(answered_name(transfer), transfer) for transfer in transfers or ()]
+    named = [(result_name(transfer), transfer) for transfer in transfers or ()]
     return {name: transfer_false(transfer) for name, transfer in named if name is not None}
 
 
 class HiCacheExtBackend(BackendLifecycle):
-    """SGLang's storage interface over the configured tiers. See the module docstring for threads and promises."""
+    """SGLang's storage interface over the configured tiers. See the module docstring for threads and guarantees."""
 
     # -- existence -------------------------------------------------------------------------------------------------
 
@@ -82,14 +82,14 @@ class HiCacheExtBackend(BackendLifecycle):
         if self._pull_rule is None:
             return self._leading(pool, keys)
         parts = len(pool.digests)
-        with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as asked:
-            leading = 0 if asked is None else self._leading(pool, keys)
-        if asked is None:
+        with self._pull_rule.looking_up(len(keys), pool.pages.page_size, pool.pages.page_bytes, parts) as lookup:
+            leading = 0 if lookup is None else self._leading(pool, keys)
+        if lookup is None:
             self._store.count_absent(len(keys) * parts)
             return 0
         first = pool.digests[0]
         return self._pull_rule.pages_to_pull(
-            asked, leading, lambda count: [first + page_hash_bytes(key) for key in keys[:count]]
+            lookup, leading, lambda count: [first + page_hash_bytes(key) for key in keys[:count]]
         )
 
     @answering(lambda *_, **__: PoolTransferResult(0, {}, []))
@@ -97,13 +97,13 @@ class HiCacheExtBackend(BackendLifecycle):
         if self.served.unavailable or not keys:
             return PoolTransferResult(0, {}, [])
         kv = self.served.bound.get(KV)
-        # A logical anchor has no pages of its own: its sidecars decide.
+        # A logical anchor has no pages of its own, so its sidecars decide.
         kv_pages = len(keys) if kv is not None and kv.pages is None else self.batch_exists(keys)
         hits: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         for transfer in pool_transfers or []:
             if hit_policy(transfer.hit_policy) == "none":
-                # A pool left out of the answer carries no verdict.
+                # A pool missing from the result carries no verdict.
                 continue
             if not restorable:
                 break
@@ -115,7 +115,7 @@ class HiCacheExtBackend(BackendLifecycle):
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
     def _restorable_pages(self, transfer: PoolTransfer, keys: list[str]) -> set[int]:
-        """The prefix lengths in pages at which this pool has what its policy asks for."""
+        """Return the prefix lengths in pages at which this pool has what its policy requires."""
         pool = self.served.bound.get(name_of(transfer.name))
         if pool is None or pool.pages is None:
             return set()
@@ -126,53 +126,53 @@ class HiCacheExtBackend(BackendLifecycle):
         window = max(1, len(transfer.keys) if transfer.keys else 1)
         complete: set[int] = set()
         run = 0
-        for pages, known in enumerate(self._every_part(pool, keys, self._store.contains), start=1):
+        for pages, known in enumerate(self._all_parts(pool, keys, self._store.contains), start=1):
             run = run + 1 if known else 0
             if run >= min(window, pages):
                 complete.add(pages)
         return complete
 
     def _leading(self, pool: BoundPool, keys: Sequence[str]) -> int:
-        """Leading pages of which every part is present; what was not found counts as absent. Long chains in portions,
-        since most end early."""
+        """Return how many leading pages have every part present; count the rest as absent. Long chains are looked up
+        in portions, since most end early."""
         leading = found = 0
         while leading < len(keys):
-            asked = PageKeys.of_hashes(pool.digests[0], keys[leading : leading + _LOOK_UP_PORTION])
-            portion = len(asked)
+            present = PageKeys.of_hashes(pool.digests[0], keys[leading : leading + _LOOKUP_PORTION])
+            portion = len(present)
             for digest in pool.digests:
-                with self._patience():
-                    asked = asked[: self._store.count_leading(asked.under(digest))]
-                found += len(asked)
-            leading += len(asked)
-            if len(asked) < portion:
+                with self._store_call():
+                    present = present[: self._store.count_leading(present.under(digest))]
+                found += len(present)
+            leading += len(present)
+            if len(present) < portion:
                 break
         if absent := len(keys) * len(pool.digests) - found:
             self._store.count_absent(absent)
         return leading
 
-    def _every_part(self, pool: BoundPool, keys: Sequence[str], ask: Callable[[PageKeys], list[bool]]) -> list[bool]:
-        """Of which pages it is so for all parts."""
-        of_first = PageKeys.of_hashes(pool.digests[0], keys)
-        with self._patience():
-            per_part = [ask(of_first.under(digest)) for digest in pool.digests]
+    def _all_parts(self, pool: BoundPool, keys: Sequence[str], test: Callable[[PageKeys], list[bool]]) -> list[bool]:
+        """Return, for each page, whether ``test`` holds for all its parts."""
+        first = PageKeys.of_hashes(pool.digests[0], keys)
+        with self._store_call():
+            per_part = [test(first.under(digest)) for digest in pool.digests]
         return [all(known) for known in zip(*per_part, strict=True)]
 
     # -- v1 and v2: pages of host pools ----------------------------------------------------------------------------
 
     @answering(all_false)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
-        return self._moved(self.served.usable(KV), keys, host_indices, "read")
+        return self._move(self.served.usable(KV), keys, host_indices, "read")
 
     @answering(all_false)
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         self._follow_owners(extra_info, keys)
-        return self._moved(self.served.usable(KV), keys, host_indices, "write")
+        return self._move(self.served.usable(KV), keys, host_indices, "write")
 
     @staticmethod
     def _follow_owners(extra_info: HiCacheStorageExtraInfo | None, keys: Sequence[str]) -> None:
-        """Pages that are written behind a tenant's are its."""
+        """Record that pages behind a tenant's pages belong to that tenant."""
         if (owners := tenants.in_force()) is not None:
             owners.follow(getattr(extra_info, "prefix_keys", None), keys)
 
@@ -189,86 +189,86 @@ class HiCacheExtBackend(BackendLifecycle):
         return self._move_transfers(transfers, "write")
 
     def _move_transfers(self, transfers: list[PoolTransfer], move: Move) -> dict[Any, list[bool]]:
-        moved = [(answered_name(transfer), self._move_transfer(transfer, move)) for transfer in transfers]
+        moved = [(result_name(transfer), self._move_transfer(transfer, move)) for transfer in transfers]
         return {name: pages for name, pages in moved if name is not None}
 
     @answering(transfer_false)
     def _move_transfer(self, transfer: PoolTransfer, move: Move) -> list[bool]:
-        """Never raises by itself: the other transfers of the call are answered with what became of them."""
+        """Move the pages of one transfer; guarded on its own, so that a failure does not affect the other transfers."""
         pool = self.served.usable(name_of(transfer.name))
-        return self._moved(pool, transfer.keys or [], transfer.host_indices, move)
+        return self._move(pool, transfer.keys or [], transfer.host_indices, move)
 
-    def _moved(
+    def _move(
         self, pool: BoundPool | None, keys: Sequence[str], host_indices: torch.Tensor | None, move: Move
     ) -> list[bool]:
-        """Move pages between the store and a registered host pool; which of them went well."""
+        """Move pages between the store and a registered host pool; return for each whether it succeeded."""
         if pool is None:
             return [False] * len(keys)
         if pool.pages is None:
             return [True] * len(keys)
-        return went_well(self._timed(pool, pool.pages, keys, host_indices, move))
+        return succeeded(self._move_valid(pool, pool.pages, keys, host_indices, move))
 
-    def _timed(
+    def _move_valid(
         self, pool: BoundPool, pages: AnyPages, keys: Sequence[str], host_indices: torch.Tensor | None, move: Move
     ) -> list[Any]:
-        """Move the sound pages of a call: the worst result of each page's parts, None for one that is not sound."""
-        numbers, sound = pages.page_numbers(host_indices, len(keys))
-        sound_keys = keys
-        if sound is not None:
+        """Move the pages with valid indices; return the worst result of each page's parts, None for an invalid page."""
+        numbers, valid = pages.page_numbers(host_indices, len(keys))
+        valid_keys = keys
+        if valid is not None:
             given = host_indices.numel() if host_indices is not None else "no"
-            wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {sound.sum()} of them sound"
+            wanted = f"{len(keys)} pages of {pages.page_size} in {pool.name}, {valid.sum()} of them sound"
             self.report_failure("host_indices", ValueError(f"{given} indices for {wanted}"))
-            numbers, sound_keys = numbers[sound], [key for key, is_sound in zip(keys, sound, strict=True) if is_sound]
+            numbers, valid_keys = numbers[valid], [key for key, is_valid in zip(keys, valid, strict=True) if is_valid]
         started = time.perf_counter()
-        of_first = PageKeys.of_hashes(pool.digests[0], sound_keys)
-        of_parts = [of_first.under(digest) for digest in pool.digests]
+        first_keys = PageKeys.of_hashes(pool.digests[0], valid_keys)
+        part_keys = [first_keys.under(digest) for digest in pool.digests]
         results: list[Any]
         if move == "read":
-            samples, results = self._prefetched, [*pages.read(of_parts, numbers, self._store.get)]
+            samples, results = self._prefetched, [*pages.read(part_keys, numbers, self._store.get)]
         else:
-            samples, results = self._backed_up, [*pages.write(of_parts, numbers, self._store.set)]
+            samples, results = self._backed_up, [*pages.write(part_keys, numbers, self._store.set)]
         seconds = time.perf_counter() - started
         if pages.parts > 1:
             parts = (results[first : first + pages.parts] for first in range(0, len(results), pages.parts))
-            results = [max(of_page, key=_badness) for of_page in parts]
+            results = [max(page_results, key=_severity) for page_results in parts]
         samples.record(len(keys), pages.page_bytes * sum(map(results.count, _MOVED)), seconds)
-        if sound is None:
+        if valid is None:
             return results
         found = iter(results)
-        return [next(found) if is_sound else None for is_sound in sound]
+        return [next(found) if is_valid else None for is_valid in valid]
 
     # -- the external linker (linker.py) ---------------------------------------------------------------------------
 
     @answering(lambda *_, **__: False)
     def read_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
-        """Read pages into a host pool; whether all of them are there."""
-        return all(self._moved(pool, keys, host_indices, "read"))
+        """Read pages into a host pool; return whether all of them were found."""
+        return all(self._move(pool, keys, host_indices, "read"))
 
     @answering(lambda *_, **__: False)
     def write_whole(self, pool: BoundPool, keys: Sequence[str], host_indices: torch.Tensor) -> bool:
-        """Store pages of a host pool; whether all of them can be read from now on, or are not worth it."""
+        """Store pages of a host pool; return whether each is stored or was refused by admission."""
         self._follow_owners(None, keys)
-        return all(self._moved(pool, keys, host_indices, "write"))
+        return all(self._move(pool, keys, host_indices, "write"))
 
     # -- a decode node's own writer (pd/) --------------------------------------------------------------------------
 
     @answering(all_false)
     def stored(self, keys: list[str], name: str = KV) -> list[bool]:
-        """Which pages of a pool need not be written again [pd writer]."""
+        """Return for each page of a pool whether it need not be written again [pd writer]."""
         pool = self.served.usable(name)
-        return [False] * len(keys) if pool is None else self._every_part(pool, keys, self._store.stored)
+        return [False] * len(keys) if pool is None else self._all_parts(pool, keys, self._store.stored)
 
     @answering(lambda keys=(), *_, **__: [SetResult.ERROR] * length(keys))
     def store_pages(self, keys: list[str], host_indices: torch.Tensor, name: str = KV) -> list[SetResult]:
-        """Store pages of a host pool, with each page's result [pd writer]."""
+        """Store pages of a host pool; return each page's result [pd writer]."""
         pool = self.served.usable(name)
         if pool is None or pool.pages is None:
             return [SetResult.REJECTED] * len(keys)
-        results = self._timed(pool, pool.pages, keys, host_indices, "write")
+        results = self._move_valid(pool, pool.pages, keys, host_indices, "write")
         return [SetResult.ERROR if result is None else result for result in results]
 
     # -- generic calls ---------------------------------------------------------------------------------------------
-    # SGLang's class asks for them, and SGLang makes none: the configuration must say ``interface_v1``.
+    # SGLang's base class requires them but SGLang never calls them: the configuration must say ``interface_v1``.
 
     def exists(self, key: Any = "", *_: Any, **__: Any) -> bool:
         return bool(self.batch_exists([key]) == 1)
@@ -287,20 +287,20 @@ class HiCacheExtBackend(BackendLifecycle):
 
 
 Move = Literal["read", "write"]
-"""Between the store and a host pool. It raises what the store raises after its close, and what a pool raises that is
-copied."""
+"""Direction between the store and a host pool. Moving raises what a closed store raises, and what a pool raises whose
+pages are copied."""
 
 _MOVED = (GetResult.HIT, SetResult.STORED, SetResult.EXISTS)
-_WENT_WELL = (*_MOVED, SetResult.REFUSED)
-"""One that is not worth storing is no failure: SGLang would end its whole backup, and log it."""
+_SUCCESSES = (*_MOVED, SetResult.REFUSED)
+"""A page that admission refused is no failure: SGLang would end the whole backup, and log it."""
 
 
-def went_well(results: list[Any]) -> list[bool]:
-    """Which pages were read, or are stored as far as that is wanted."""
+def succeeded(results: list[Any]) -> list[bool]:
+    """Return for each page whether it was read, stored, or refused by admission."""
     if results and results.count(results[0]) == len(results):
-        return [results[0] in _WENT_WELL] * len(results)
-    return [result in _WENT_WELL for result in results]
+        return [results[0] in _SUCCESSES] * len(results)
+    return [result in _SUCCESSES for result in results]
 
 
-def _badness(result: Any) -> int:
-    return _WENT_WELL.index(result) if result in _WENT_WELL else len(_WENT_WELL)
+def _severity(result: Any) -> int:
+    return _SUCCESSES.index(result) if result in _SUCCESSES else len(_SUCCESSES)

@@ -1,11 +1,11 @@
-"""Our manager of a decode node's offload, which takes the place of SGLang's ``DecodeKVCacheOffloadManager``.
+"""Our manager of a decode node's offload, which replaces SGLang's ``DecodeKVCacheOffloadManager``.
 
-One hook: where SGLang would construct its own manager it gets ours, or its own where the backend is not ours or
-``pd.write`` is off. Ours reads the configuration as a prefill node does, makes SGLang's host pools of the model and a
-DecodeWriter on them, and keeps the manager's promises to the scheduler: a finished request's memory on the device is
-released once, after the last copy out of it, and ``ongoing_offload`` names the copies under way.
+A single hook gives SGLang our manager instead of its own, unless the backend is not ours or ``pd.write`` is off. Ours
+reads the configuration as a prefill node does, builds SGLang's host pools of the model with a DecodeWriter on them, and
+keeps the manager's promises to the scheduler: a finished request's memory on the device is released once, after the
+last copy out of it, and ``ongoing_offload`` lists the copies in flight.
 
-A decode node whose pages no prefill node could use is stopped at start with one sentence.
+A decode node whose pages no prefill node could use refuses to start, with one sentence.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REFUSED = "hicache_ext: copies to host memory were refused, their pages will no
 
 
 def replace_manager(*arguments: Any, **named: Any) -> Any:
-    """Make the manager [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
+    """Construct the manager [scheduler thread, before the first request]. Raises ConfigError or UnsupportedError."""
     from sglang.srt.runtime_context import get_context, get_memory
 
     make: Callable[..., Any] = inspect.unwrap(pkgutil.resolve_name(MANAGER))
@@ -64,24 +64,24 @@ def replace_manager(*arguments: Any, **named: Any) -> Any:
     config = load_config(extra_config)
     if config.pd.write.enabled:
         named |= {"config": config.pd.write, "extra_config": extra_config}
-        make = _our_manager
+        make = _make_manager
     else:
         logger.info("hicache_ext: pd.write is off, SGLang's own decode offload writes")
     try:
-        # SGLang's own parses inline JSON alone, and some of it reads the flag again while it builds the pools
-        # (allocator: shm), so the flag itself is changed.
+        # Change the flag itself: SGLang's own manager parses only inline JSON, and code that builds the pools reads
+        # the flag again (allocator: shm).
         get_context().override("hicache_ext", **{_CONFIG_FIELD: json.dumps(extra_config)})
         with configuration_given_as(written):
             manager = make(*arguments, **named)
     finally:
         get_context().override("hicache_ext", **{_CONFIG_FIELD: written})
     if not config.pd.write.enabled:
-        spare_unstored(manager)
+        skip_unstored(manager)
     return manager
 
 
-def spare_unstored(manager: Any) -> None:
-    """Have SGLang's own manager leave out requests of which nothing may be written."""
+def skip_unstored(manager: Any) -> None:
+    """Make SGLang's own manager skip requests of which nothing may be written."""
     offload = manager.offload_kv_cache
     manager.offload_kv_cache = lambda req, *later, **named: not is_unstored(req) and offload(req, *later, **named)
 
@@ -89,7 +89,7 @@ def spare_unstored(manager: Any) -> None:
 class DecodeManager:
     """See the module docstring. Scheduler thread only.
 
-    A request can be weakly referenced and hashed; what it is, only this class knows.
+    A request can be weakly referenced and hashed; only this class knows more about it.
     """
 
     writer: DecodeWriter
@@ -103,17 +103,17 @@ class DecodeManager:
         track_interval: int = 0,
         bigrams: bool = False,
     ) -> None:
-        """``writer`` is to be set before the first call of SGLang's. ``track_interval``: tokens from one recurrent
-        state that SGLang keeps to the next. ``bigrams``: whether prefill nodes key their tree by pairs of tokens."""
+        """Set ``writer`` before SGLang's first call. ``track_interval`` is the number of tokens between two recurrent
+        states that SGLang keeps; ``bigrams`` says whether prefill nodes key their tree by pairs of tokens."""
         self.page_size = page_size
         self.ongoing_offload: deque[tuple[Any, Piece]] = deque()
-        """Copies that were queued and not yet taken, in order; SGLang looks only how many there are."""
+        """Copies that were queued and not yet taken, in order; SGLang reads only its length."""
         self._queued = 0
-        """The last ones of them, which were not started."""
+        """Number of its last copies that were not started."""
         self._operations: deque[tuple[Any, int]] = deque()
-        """Those that were started: the event of the end, None for a refused one, and how many copies it has."""
+        """Started operations: the event recorded at the end (None if refused) and the number of copies."""
         self.tails: dict[str, int] = {}
-        """Pool -> how many of its last pages a prefill node needs at the boundary where it goes on."""
+        """Pool -> number of its last pages that a prefill node needs at the boundary where it continues."""
         if SWA in pools.pools_on:
             self.tails[SWA] = -(-tree_cache.swa_retain_window // page_size)
         if MAMBA in pools.pools_on:
@@ -129,7 +129,7 @@ class DecodeManager:
     # -- what SGLang calls -----------------------------------------------------------------------------------------
 
     def offload_kv_cache(self, req: Any, *_: Any, **__: Any) -> bool:
-        """A request has advanced [per request and step]."""
+        """Handle a request that has advanced; called per request and step. Return whether a copy began."""
         try:
             return self.writer.request_advanced(req, req.output_ids, req.finished())
         except Exception:
@@ -138,18 +138,18 @@ class DecodeManager:
             return False
 
     def check_offload_progress(self, *_: Any, **__: Any) -> None:
-        """Once per step."""
+        """Advance the writer; called once per step."""
         try:
             self.writer.step()
         except Exception as error:  # noqa: BLE001 - it would end the scheduler
-            # This step's pages are lost to the cache; the next step goes on.
+            # This step's pages are not cached; the next step continues.
             self._log.log(logging.ERROR, "step", "hicache_ext: a step of the decode writer failed", exc_info=error)
 
     def drain_before_retraction(self, *_: Any, **__: Any) -> None:
         self.writer.finish_copies()
 
     def finalize_release_on_finish(self, req: Any, *_: Any, **__: Any) -> None:
-        """A request has finished, and no copy of it began now."""
+        """Release a finished request, for which no copy began now, unless one is in flight."""
         if not self._is_copied(req):
             self.release(req)
 
@@ -157,7 +157,7 @@ class DecodeManager:
         return bool(self.ongoing_offload)
 
     def release_host_resources(self, *_: Any, **__: Any) -> None:
-        """At exit: host memory goes only after the last write out of it."""
+        """Shut down at exit: host memory is freed only after the last write out of it."""
         self.writer.log_summary()
         if not self.writer.stop(_STOP_TIMEOUT):
             logger.warning("hicache_ext: a write is still under way after %g s; its memory is kept", _STOP_TIMEOUT)
@@ -179,24 +179,24 @@ class DecodeManager:
         return request.origin_input_ids, chain, said_of(request)
 
     def boundary(self, request: Any, end_page: int, since: int) -> int:
-        """The last page boundary up to ``end_page`` at which all pools can be copied now, a window's pages from page
-        ``since`` on; 0 where there is none."""
+        """Return the last page boundary up to ``end_page`` at which all pools can be copied now, a window's pages from
+        page ``since`` on; 0 if there is no such boundary."""
         kv = request.kv
         if process.drafts() and request.retraction_count:
-            # SGLang brought back the target's KV alone: in the new slots lie drafts of others.
+            # SGLang restored only the target's KV: the new slots hold draft KV of other requests.
             return 0
         if MAMBA in self.tails:
-            # SGLang's forward itself has put the state at this length aside: nothing else is exact, since the next
-            # forward may be under way.
+            # SGLang's forward has saved the state at this length itself. No other state is exact, since the next
+            # forward may be running.
             tracked = kv.mamba_last_track_seqlen or 0
             if tracked % self.page_size or tracked > end_page * self.page_size:
                 return 0
             end_page = tracked // self.page_size
         window_begins = max(end_page - self.tails.get(SWA, 0), since)
-        return 0 if self._freed_of_window(kv) > window_begins * self.page_size else end_page
+        return 0 if self._freed_window_tokens(kv) > window_begins * self.page_size else end_page
 
-    def _freed_of_window(self, kv: Any) -> int:
-        """Leading tokens of a request whose window's memory SGLang has freed."""
+    def _freed_window_tokens(self, kv: Any) -> int:
+        """Return how many leading tokens of a request have had their window memory freed by SGLang."""
         if SWA not in self.tails:
             return 0
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import ComponentType
@@ -204,22 +204,22 @@ class DecodeManager:
         return int(kv.get_evicted_seqlen(ComponentType.SWA))
 
     def _is_torn(self, request: Any, piece: Piece) -> bool:
-        """Whether memory of a tail may have been given to something else before its copy had ended, which is now."""
+        """Return whether the memory of a tail may have been reused before its copy ended; called when it has ended."""
         if MAMBA in self.tails:
-            # Its slots take turns (one, where batches do not overlap); one forward may be ahead of what is known here.
+            # Slots are used in turn (only one, if batches do not overlap); SGLang may be one forward ahead of us.
             slots = len(request.kv.mamba_ping_pong_track_buffer)
             overwritten_at = piece.end_page * self.page_size + slots * self._track_interval
             if len(request.origin_input_ids) + len(request.output_ids) + 2 >= overwritten_at:
                 return True
         window_begins = piece.end_page - piece.pages_of.get(SWA, 0)
-        return self._freed_of_window(request.kv) > window_begins * self.page_size
+        return self._freed_window_tokens(request.kv) > window_begins * self.page_size
 
     # -- copies --------------------------------------------------------------------------------------------------------
-    # Those of a step are one operation of SGLang's controller, which costs the scheduler once. One that this rank alone
-    # cannot make has ended, in its place among the others: all ranks take it in one step, as refused.
+    # The copies of a step form one operation of SGLang's controller, to pay its cost once. An operation that only this
+    # rank cannot start counts as ended, in its place in the order: all ranks take it in the same step, as refused.
 
     def queue_copy(self, request: Any, piece: Piece) -> None:
-        """Copy the piece's pages with the next operation."""
+        """Queue the piece's pages for the next operation."""
         self._queued += 1
         self.ongoing_offload.append((request, piece))
         try:
@@ -228,7 +228,7 @@ class DecodeManager:
             logger.exception(_REFUSED)
 
     def start_copies(self) -> None:
-        """Start what is queued, if SGLang's controller has all of it."""
+        """Start the queued copies, provided SGLang's controller has all of them."""
         if not self._queued:
             return
         controller, event = self.pools.controller, None
@@ -243,8 +243,8 @@ class DecodeManager:
         self._queued = 0
 
     def copies_ended(self, *, wait: bool = False) -> tuple[int, int]:
-        """How many of the leading operations have ended, none behind a refused one; and which is refused, or a number
-        that none has. ``wait`` for them."""
+        """Return how many leading operations have ended, counting none behind a refused one, and the number of the
+        refused one (``sys.maxsize`` if none). ``wait`` waits for all."""
         for number, (event, _) in enumerate(self._operations):
             if event is None:
                 return number + 1, number
@@ -255,8 +255,8 @@ class DecodeManager:
         return len(self._operations), sys.maxsize
 
     def take_copies(self) -> list[Piece]:
-        """Return the pieces of the first operation, which has ended. Every finished request is released after the last
-        copy out of it, whatever SGLang makes of another one."""
+        """Return the pieces of the first operation, which has ended. Release every finished request after the last copy
+        out of it; a failure to release one does not affect the others."""
         pieces = []
         for _ in range(self._operations.popleft()[1]):
             request, piece = self.ongoing_offload.popleft()
@@ -271,10 +271,10 @@ class DecodeManager:
         return pieces
 
     def _is_copied(self, request: Any) -> bool:
-        return any(one is request for one, _ in self.ongoing_offload)
+        return any(copied is request for copied, _ in self.ongoing_offload)
 
     def release(self, request: Any) -> None:
-        """Give a request's device memory back. Never raises: others wait for theirs."""
+        """Release a request's device memory. Never raises, so that others are released, too."""
         try:
             self._release(request)
         except Exception:
@@ -285,7 +285,7 @@ class DecodeManager:
             release_request(request, self._tree_cache)
 
     def _parts(self, request: Any, piece: Piece) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Component, host indices and device indices of what lies in a piece."""
+        """Return component, host indices and device indices of each part of a piece."""
         row = self._req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         tokens = row[piece.first_page * self.page_size : piece.end_page * self.page_size].to(torch.int64)
         parts = [(KV, piece.host_indices[KV], tokens)]
@@ -300,25 +300,25 @@ class DecodeManager:
 
 
 def said_of(request: Any) -> Said:
-    """What a request says about its KV, in ``sampling_params.custom_params``::
+    """Return a request's wishes for its KV, from ``sampling_params.custom_params``::
 
         {"sampling_params": {"custom_params": {"hicache_ext": {"store": false, "priority": 2}}}, ...}
 
     This field is the only free mapping that SGLang carries from every entry point (/generate and the OpenAI calls,
     which have it at the top level) to the scheduler's Req; otherwise only custom logit processors read it. extra_key
-    and cache_salt change the page hashes, and SGLang's ``priority`` changes the scheduling. ``kv_hints`` of SGLang say
-    the same, and more (storage/serving/kv_hints.py). What is absent or invalid has its default.
+    and cache_salt would change the page hashes, and SGLang's ``priority`` the scheduling. SGLang's ``kv_hints`` express
+    the same and more (storage/serving/kv_hints.py). Absent or invalid values take their defaults.
     """
     parameters = getattr(getattr(request, "sampling_params", None), "custom_params", None)
     return said_by(getattr(request, "kv_hints", None), parameters) or Said()
 
 
 class PageChain:
-    """Hashes of the pages 0, 1, 2, ... of a growing sequence of tokens, by SGLang itself. For one thread at a time.
+    """Hashes of the pages 0, 1, 2, ... of a growing token sequence, computed by SGLang's code. Not thread-safe.
 
-    As a prefill node computes them: sha256(hash before || token ids of the page), the first one seeded from
-    ``extra_key`` and ``cache_salt``. Under EAGLE it keys its tree by pairs of tokens (``bigrams``), because the KV of a
-    draft at a token is made of the next one, too: a page is hashed from the token behind it as well.
+    They equal those of a prefill node: sha256(previous hash || token ids of the page), the first one seeded from
+    ``extra_key`` and ``cache_salt``. Under EAGLE SGLang keys its tree by pairs of tokens (``bigrams``), because a
+    draft's KV at a token also depends on the next token: a page's hash then includes the token behind it.
     """
 
     def __init__(self, page_size: int, extra_key: str | None, cache_salt: str | None, *, bigrams: bool = False) -> None:
@@ -328,15 +328,15 @@ class PageChain:
         self._hashes: list[str] = []
 
     def __len__(self) -> int:
-        """Pages hashed so far."""
+        """Return the number of pages hashed so far."""
         return len(self._hashes)
 
     def tokens_for(self, first_page: int, end_page: int) -> slice:
-        """The tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
+        """Return the slice of tokens that the pages from ``first_page`` up to ``end_page`` are hashed from."""
         return slice(first_page * self.page_size, end_page * self.page_size + self._bigrams)
 
     def pages_in(self, tokens: int) -> int:
-        """Whole pages of a prompt of ``tokens`` tokens, as a prefill node stores it."""
+        """Return the number of whole pages that a prefill node stores of a prompt of ``tokens`` tokens."""
         return max(0, tokens - self._bigrams) // self.page_size
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -351,7 +351,7 @@ class PageChain:
             self._hashes += get_storage_hash_str(key, before, page_size=self.page_size)
 
     def hashes(self, first_page: int, end_page: int) -> list[str]:
-        """Hashes of pages already hashed."""
+        """Return the hashes of pages already hashed. Raises IndexError for later pages."""
         if end_page > len(self._hashes):
             raise IndexError(f"{end_page} pages asked for, {len(self._hashes)} hashed")
         return self._hashes[first_page:end_page]
@@ -360,7 +360,7 @@ class PageChain:
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
-def _our_manager(
+def _make_manager(
     req_to_token_pool: Any,
     token_to_kv_pool_allocator: Any,
     tp_group: Any,
@@ -378,10 +378,10 @@ def _our_manager(
     from hicache_ext.sglang.host_pool import is_logical_anchor
     from hicache_ext.sglang.model_pools import ModelPools
 
-    # Until 0.5.21 the tree of a decode node has none, and ours serve no more than one there.
+    # Until 0.5.21 a decode node's tree has no components, and our pools serve only the full one there.
     components = set(getattr(tree_cache, "components", None) or {ComponentType.FULL})
     kv_cache = token_to_kv_pool_allocator.get_kvcache()
-    _refuse_what_prefill_cannot_use(kv_cache, len(components), shares=not getattr(tree_cache, "disable", False))
+    _refuse_unusable(kv_cache, len(components), shares=not getattr(tree_cache, "disable", False))
     speculation = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
     params = CacheInitParams(
         disable=False,
@@ -391,7 +391,7 @@ def _our_manager(
         tp_cache_group=tp_group,
         **_draft_pools(speculation),
     )
-    track_interval = _track_interval(params.page_size) if "MAMBA" in {one.name for one in components} else 0
+    track_interval = _track_interval(params.page_size) if "MAMBA" in {part.name for part in components} else 0
     pools = ModelPools(
         params,
         components,
@@ -433,7 +433,7 @@ def _our_manager(
 
 
 def _track_interval(page_size: int) -> int:
-    """Raises UnsupportedError where SGLang keeps no recurrent states at page boundaries."""
+    """Return the tokens between kept states. Raises UnsupportedError if SGLang keeps none at page boundaries."""
     from sglang.srt.runtime_context import get_exec, mamba_track_grid
 
     if not get_exec().mamba.enable_mamba_extra_buffer or get_exec().mamba.enable_mamba_extra_buffer_lazy:
@@ -452,9 +452,9 @@ _WITHOUT_WRITER = (
 
 
 def _draft_pools(speculation: Any) -> dict[str, tuple[Any, ...]]:
-    """The parts of CacheInitParams that say where a prefill node of this launch keeps the KV of drafts: in the target's
-    pages, or in pools beside it. A decode node's have none, because SGLang has no HiCache there; but its drafts have
-    pools, with the target's slots, and in those the KV of every token whose successor is known, as on prefill nodes."""
+    """Return the fields of CacheInitParams for where a prefill node of this launch keeps draft KV: in the target's
+    pages, or in separate pools. SGLang leaves them empty on decode nodes, which have no HiCache; but the drafts' pools
+    there use the target's slots and hold the KV of every token whose successor is known, as on prefill nodes."""
     runners = tuple(model.runner for model in process.drafts())
     if not runners:
         return {}
@@ -466,8 +466,8 @@ def _draft_pools(speculation: Any) -> dict[str, tuple[Any, ...]]:
     return {"sidecar_draft_device_pools": pools[:1]}
 
 
-def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool) -> None:
-    """``shares``: whether requests have memory of SGLang's radix cache."""
+def _refuse_unusable(kv_cache: Any, components: int, shares: bool) -> None:
+    """Raise UnsupportedError if no prefill node could use our pages. ``shares``: requests use SGLang's radix cache."""
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as v4
     from sglang.srt.mem_cache import memory_pool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -487,8 +487,8 @@ def _refuse_what_prefill_cannot_use(kv_cache: Any, components: int, shares: bool
             reason = "with speculation or decode context parallelism its pools have another order"
         elif shares and isinstance(kv_cache, windows):
             reason = "with SGLang's radix cache a request does not tell which memory of its window is its own"
-        # A decode step leaves the inputs of V4's compressors where a prefill does: beside the page of the window
-        # (c_plan.cuh). Where SGLang keeps anything by request, or V4.1 is served, nobody has looked.
+        # A decode step leaves the inputs of V4's compressors where a prefill does: next to the page of the window
+        # (c_plan.cuh). This was not checked for V4.1, nor where SGLang keeps anything per request.
         elif isinstance(kv_cache, v4.DeepSeekV4TokenToKVPool) and not all(
             ratio in (0, 4, 128) and type(pool) is v4.DeepSeekV4SingleKVPool and pool.kv_layout.value == "v4"
             for ratio, pool in ((0, kv_cache.swa_kv_pool), *kv_cache.kv_pools.items())

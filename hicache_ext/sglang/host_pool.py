@@ -1,9 +1,9 @@
 """The memory and the identity of each page of SGLang's host pools, for every pool and layout with page buffers.
 
-A host pool answers ``get_page_buffer_meta(indices)`` with the addresses and sizes of the contiguous runs of each page.
-In all of SGLang's pools these addresses are linear in the page number; that is measured once at registration, so that a
-batch costs slices instead of SGLang's Python loops. Pages of a pool without addresses, or with others, are copied
-(``CopiedPages``). Reasons: docs/decisions/sglang.md.
+A host pool's ``get_page_buffer_meta(indices)`` returns the addresses and sizes of the contiguous runs of each page.
+In all of SGLang's pools these addresses are linear in the page number. This is verified once at registration, so that a
+batch costs slices instead of SGLang's Python loops. Pages of a pool without addresses, or with non-linear ones, are
+copied (``CopiedPages``). Reasons: docs/decisions/sglang.md.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _GEOMETRY_ATTRIBUTES = (
     "indexer_dtype",
     "ring_size",
 )
-"""Attributes of SGLang's host pools that shape a page's bytes; a pool need not have all."""
+"""Attributes of SGLang's host pools that determine a page's bytes; not every pool has all of them."""
 
 _SPLIT_WITH_HEADS = ("head_num", "size_per_token")
 
 
 class PoolPages:
-    """The pages of one host pool by number, and what they are. Thread-safe.
+    """The pages of one host pool, by number, and their identity. Thread-safe.
 
     ``page_bytes`` is the payload of a page, which is stored as ``parts`` objects of ``part_sizes`` bytes;
-    ``segment_sizes`` are those of the segments of the first one.
+    ``segment_sizes`` are the sizes of the first object's segments.
     """
 
     page_bytes: int
@@ -77,10 +77,10 @@ class PoolPages:
     def page_numbers(
         self, host_indices: torch.Tensor | None, pages: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
-        """The page in the pool for each of ``pages`` keys, from SGLang's token indices (pages * page_size of them).
+        """Return the pool's page for each of ``pages`` keys, from SGLang's token indices (pages * page_size of them).
 
-        And which of them are sound, None where all are: their indices are an aligned run inside the pool. None of them
-        is, if the number of indices does not fit.
+        The second result says which pages are valid, that is, whose indices are an aligned run inside the pool; it is
+        None if all are. If the number of indices does not fit, none is.
         """
         if host_indices is None or host_indices.numel() != pages * self.page_size:
             return np.zeros(pages, np.int64), np.zeros(pages, np.bool_)
@@ -94,7 +94,7 @@ class PoolPages:
         return numbers, aligned.all(axis=1) & (numbers >= 0) & (numbers < self._page_count)
 
     def describe(self, logical_dtype: str) -> PoolIdentity:
-        """The pool's part of the page identity."""
+        """Return the pool's part of the page identity."""
         geometry = []
         for attribute in _GEOMETRY_ATTRIBUTES:
             value = pool_fact(self.pool, attribute)
@@ -115,14 +115,14 @@ class PoolPages:
 
 
 class HostPages(PoolPages):
-    """The memory of the pages of one host pool; valid as long as the pool's buffers are.
+    """The memory of the pages of one host pool; valid as long as the pool's buffers.
 
     ``parts`` is 1, or the number of head groups where SGLang splits heads so that deployments of different TP can share
     (page_head layout with tp_lcm_size).
     """
 
     def __init__(self, pool: Any, name: str, parts: int = 1) -> None:
-        """Raises UnsupportedError for a pool that does not tell where its pages are."""
+        """Raises UnsupportedError for a pool that does not expose the addresses of its pages."""
         super().__init__(pool, name)
         self.parts = parts
         runs = self._measure_runs()
@@ -132,7 +132,7 @@ class HostPages(PoolPages):
             memoryview((ctypes.c_ubyte * (stride * last + size)).from_address(start)).cast("B")
             for start, stride, size in runs
         ]
-        # Of each part a row: page p has its runs at ``starts + p * strides``.
+        # One row per part: the runs of page p are at ``starts + p * strides``.
         self._starts, self._strides, self._sizes = (
             np.array(column, np.int64).reshape(parts, -1) for column in zip(*runs, strict=True)
         )
@@ -143,47 +143,47 @@ class HostPages(PoolPages):
     def read(
         self, keys: Sequence[PageKeys], numbers: npt.NDArray[np.int64], move: Callable[[PageBatch], list[Result]]
     ) -> list[Result]:
-        """Read these pages into their places, or write them from there; the results of a page's parts stand together.
+        """Read these pages into the pool, or write them from there; return results with a page's parts adjacent.
 
-        ``keys``: of each part those of all pages.
+        ``keys`` has, for each part, the keys of all pages.
         """
         if self.parts == 1:
             return move(PageBatch(keys[0], self.memory_of(numbers), [self.page_bytes] * len(numbers)))
         buffers = zip(*[self.memory_of(numbers, part) for part in range(self.parts)], strict=True)
-        of_parts = [key for page in zip(*keys, strict=True) for key in page]
+        part_keys = [key for page in zip(*keys, strict=True) for key in page]
         sizes = [*self.part_sizes] * len(numbers)
-        return move(PageBatch(of_parts, [segments for page in buffers for segments in page], sizes))
+        return move(PageBatch(part_keys, [segments for page in buffers for segments in page], sizes))
 
     write = read
 
     def memory_of(self, page_numbers: npt.NDArray[np.int64], part: int = 0) -> PageMemory:
-        """``buffers_of`` these pages, made lazily."""
+        """Return the memory of these pages, with ``buffers_of`` computed lazily."""
         pages = self._starts[part] + page_numbers[:, None] * self._strides[part]
         addresses = Addresses(pages, self._sizes[part], self.part_sizes[part])
         return PageMemory(addresses, lambda: self.buffers_of(page_numbers.tolist(), part))
 
     def buffers_of(self, page_numbers: Sequence[int], part: int = 0) -> list[Sequence[memoryview]]:
-        """The segments of one stored object of each page, in payload order.
+        """Return the segments of one stored object of each page, in payload order.
 
-        Run by run: most of what a page costs in Python would be spent here otherwise.
+        The loop goes run by run: otherwise most of a page's cost in Python would arise here.
         """
         strides, sizes = self._strides[part].tolist(), self._sizes[part].tolist()
-        of_part = self._memory[part * len(sizes) : (part + 1) * len(sizes)]
+        runs = self._memory[part * len(sizes) : (part + 1) * len(sizes)]
         columns: list[list[memoryview]] = []
-        for memory, stride, size in zip(of_part, strides, sizes, strict=True):
+        for memory, stride, size in zip(runs, strides, sizes, strict=True):
             columns.append([memory[page * stride : page * stride + size] for page in page_numbers])
         return list(zip(*columns, strict=True))
 
     def _measure_runs(self) -> list[tuple[int, int, int]]:
-        """Where each run of page 0 is, how far on that of the next page is, and its bytes."""
-        first = self._ask(0)
+        """Return (address on page 0, stride to the next page, bytes) of each run."""
+        first = self._buffers(0)
         last_page = self._page_count - 1
         strides = [0] * len(first)
         if last_page:
-            strides = [later - earlier for (earlier, _), (later, _) in zip(first, self._ask(1), strict=True)]
+            strides = [later - earlier for (earlier, _), (later, _) in zip(first, self._buffers(1), strict=True)]
         for page in {last_page, last_page // 2}:
             expected = [(address + page * stride, size) for (address, size), stride in zip(first, strides, strict=True)]
-            if self._ask(page) != expected or any(stride < 0 for stride in strides):
+            if self._buffers(page) != expected or any(stride < 0 for stride in strides):
                 raise UnsupportedError(
                     f"host pool {self.name!r} ({type(self.pool).__name__})",
                     "the addresses of its pages do not follow from the page number",
@@ -194,8 +194,8 @@ class HostPages(PoolPages):
             )
         return [(start, stride, size) for (start, size), stride in zip(first, strides, strict=True)]
 
-    def _ask(self, page: int) -> list[tuple[int, int]]:
-        """SGLang's own answer for one page: (address, bytes) of each run."""
+    def _buffers(self, page: int) -> list[tuple[int, int]]:
+        """Return SGLang's own (address, bytes) of each run of one page."""
         indices = torch.arange(page * self.page_size, (page + 1) * self.page_size, dtype=torch.int64)
         try:
             if self.parts == 1:
@@ -214,30 +214,30 @@ class HostPages(PoolPages):
 
 
 def is_logical_anchor(pool: Any) -> bool:
-    """Whether a pool owns page numbers and no memory, so that its sidecars are all there is (DeepSeek V4)."""
+    """Return whether a pool has page numbers but no memory, so that only its sidecars hold bytes (DeepSeek V4)."""
     if getattr(pool, "kv_buffer", pool) is not None:
         return False
     try:
         return pool.get_page_buffer_meta(torch.arange(int(pool.page_size), dtype=torch.int64)) is None
-    except Exception:  # noqa: BLE001 - a pool whose memory is elsewhere or missing; that is told where it is measured
+    except Exception:  # noqa: BLE001 - the pool's memory is elsewhere or missing, which ``_measure_runs`` reports
         return False
 
 
 # -- through copies ----------------------------------------------------------------------------------------------------
-# Pages of host pools that do not tell where their bytes are: they pass through copies of our own.
+# Pages of host pools that do not expose their addresses pass through our own copies.
 #
-# SGLang's host pools have two doors for storage. Most tell the addresses of a page (host_pool.py). Some do not, in some
-# layouts, or have parts that no address covers (the side states of Mamba slots). All but a few give a page as one flat
-# tensor and take it back: ``get_data_page(index)`` and ``set_from_flat_data_page(index, tensor)``.
+# SGLang's host pools have two interfaces for storage. Most expose the addresses of a page (see above). Some do not, in
+# some layouts, or have parts that no address covers (the side states of Mamba slots). All but a few return a page as
+# one flat tensor and accept it: ``get_data_page(index)`` and ``set_from_flat_data_page(index, tensor)``.
 #
-# A read goes into memory of our own. A page is put into its place in the host pool only after the store has verified
-# it, and before the call returns. Reasons: docs/decisions/sglang.md.
+# A read goes into our own memory. A page is copied into the host pool only after the store has verified it, and before
+# the call returns. Reasons: docs/decisions/sglang.md.
 
-COPIES_AT_ONCE = 64 << 20
-"""Bytes of copies that one call holds; a page that is larger is copied alone. SGLang makes two calls at a time."""
+COPY_BATCH_BYTES = 64 << 20
+"""Bytes of copies that one call holds; a larger page is copied alone. SGLang makes two concurrent calls."""
 
 _ALIGNMENT = 64
-"""Copies begin at multiples of this, so that any dtype can look at their bytes."""
+"""Copies begin at multiples of this, so that their bytes can be viewed as any dtype."""
 
 _FLAT_GEOMETRY = (
     "num_mamba_layers",
@@ -248,11 +248,11 @@ _FLAT_GEOMETRY = (
     "ring_size",
     "row_bytes",
 )
-"""What shapes the flat page of some pools and is not told by the size of runs, of which a flat page has one."""
+"""Attributes that determine the flat page of some pools but not the size of its only run."""
 
 
 def pages_of(pool: Any, name: str, parts: int = 1) -> AnyPages:
-    """The pages of a host pool: in their places where the pool tells these, through copies otherwise.
+    """Return the pages of a host pool: in place if the pool exposes their addresses, through copies otherwise.
 
     Raises UnsupportedError, with both reasons, for a pool that allows neither.
     """
@@ -269,10 +269,10 @@ def pages_of(pool: Any, name: str, parts: int = 1) -> AnyPages:
 
 
 class CopiedPages(PoolPages):
-    """The pages of one host pool as copies; see the module docstring. Thread-safe as far as the pool's methods are."""
+    """The pages of one host pool, accessed through copies. Thread-safe as far as the pool's methods are."""
 
     def __init__(self, pool: Any, name: str) -> None:
-        """Raises UnsupportedError for a pool that does not give its pages as flat tensors."""
+        """Raises UnsupportedError for a pool that does not return its pages as flat tensors."""
         super().__init__(pool, name)
         try:
             empty = pool.get_dummy_flat_data_page()
@@ -291,10 +291,10 @@ class CopiedPages(PoolPages):
                 f"its flat pages have {sorted(given)} bytes where it promises {self.page_bytes}",
             )
         self._stride = -(-self.page_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._at_once = max(1, COPIES_AT_ONCE // self._stride)
+        self._batch_pages = max(1, COPY_BATCH_BYTES // self._stride)
 
     def describe(self, logical_dtype: str) -> PoolIdentity:
-        """Never equal to that of pages in place: the byte order of flat pages is the pool's own affair."""
+        """Return an identity that never equals that of pages in place: each pool orders a flat page's bytes itself."""
         identity = super().describe(logical_dtype)
         more = [(name, str(value)) for name in _FLAT_GEOMETRY if (value := getattr(self.pool, name, None))]
         more += [
@@ -308,7 +308,7 @@ class CopiedPages(PoolPages):
     ) -> list[GetResult]:
         """Read these pages through ``get`` into the pool. Only pages with a HIT are touched there.
 
-        Raises what the pool raises when it takes a page; what was put there until then is not to be relied on.
+        Raises what the pool raises when it accepts a page; pages already copied must not be relied on then.
         """
         results: list[GetResult] = []
         for batch, copies, places in self._portions(keys[0], numbers):
@@ -334,10 +334,10 @@ class CopiedPages(PoolPages):
     def _portions(
         self, keys: PageKeys, numbers: npt.NDArray[np.int64]
     ) -> Iterator[tuple[PageBatch, npt.NDArray[np.uint8], list[int]]]:
-        """Pages that are copied together: the batch, its memory with a row for each page, and their places."""
-        for begin in range(0, len(numbers), self._at_once):
-            places = numbers[begin : begin + self._at_once]
-            some = PageKeys(keys.identity, np.ascontiguousarray(keys.words[begin : begin + self._at_once]))
+        """Yield groups of pages that are copied together: the batch, its memory with one row per page, page numbers."""
+        for begin in range(0, len(numbers), self._batch_pages):
+            places = numbers[begin : begin + self._batch_pages]
+            batch_keys = PageKeys(keys.identity, np.ascontiguousarray(keys.words[begin : begin + self._batch_pages]))
             memory = np.empty(len(places) * self._stride + _ALIGNMENT, np.uint8)
             first = -memory.ctypes.data % _ALIGNMENT
             rows = memory[first : first + len(places) * self._stride].reshape(len(places), self._stride)
@@ -345,7 +345,7 @@ class CopiedPages(PoolPages):
             starts = copies.ctypes.data + self._stride * np.arange(len(copies), dtype=np.int64)
             addresses = Addresses(starts.reshape(-1, 1), np.array([self.page_bytes], np.int64), self.page_bytes)
             memory_of_pages = PageMemory(addresses, partial(_rows, copies))
-            yield PageBatch(some, memory_of_pages, [self.page_bytes] * len(copies)), copies, places.tolist()
+            yield PageBatch(batch_keys, memory_of_pages, [self.page_bytes] * len(copies)), copies, places.tolist()
 
     def _flat(self, page: int) -> torch.Tensor:
         flat: torch.Tensor = self.pool.get_data_page(page * self.page_size)
@@ -357,4 +357,4 @@ def _rows(copies: npt.NDArray[np.uint8]) -> list[Segments]:
 
 
 AnyPages = HostPages | CopiedPages
-"""The pages of a pool are one of the two kinds."""
+"""Either kind of a pool's pages."""

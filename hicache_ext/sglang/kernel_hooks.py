@@ -1,18 +1,18 @@
-"""The hooks that put copy engines of ours under SGLang's host pools.
+"""The hooks that put our copy engines under SGLang's host pools.
 
 ``load_to_device_per_layer`` and ``backup_from_device_all_layer`` of the plain MHA and MLA host pools are wrapped
 (``HookType.AROUND``). A hook serves the pools whose byte layout :mod:`hicache_ext.kernels.geometry` describes and calls
 the original for everything else: page_unified, Mamba, DSA indexer, NVFP4, MXFP8, asymmetric, HiSparse and unknown
 pools, the Ascend backend, and combinations of layout and I/O backend that SGLang refuses (so that its own error shows).
-For the rest :mod:`hicache_ext.kernels.selection` decides, once per operation: on CUDA the original too unless a
-calibration or the operator says otherwise, on a machine without an accelerator, where SGLang has no copy operations at
-all, the reference engine.
+For the rest :mod:`hicache_ext.kernels.selection` decides, once per operation. On CUDA it also picks the original unless
+a calibration or the operator says otherwise; without an accelerator, where SGLang has no copy operations at all, it
+picks the reference engine.
 
-SGLang calls the hooks on its scheduler thread, inside its transfer stream, and records an event after every layer; that
-stays as it is. The first call of a load plans the operation, the calls for the other layers find it again by the index
-tensors, which are the same objects. A hook never raises what the original would not.
+SGLang calls the hooks on its scheduler thread, inside its transfer stream, and records an event after every layer; the
+hooks keep that. The first call of a load plans the operation; the calls for the other layers find it by the index
+tensors, which are the same objects. A hook raises nothing that the original would not raise.
 
-SGLang is imported inside functions only: the CPU launcher has to prepare the process before that import.
+SGLang is imported only inside functions, because the CPU launcher has to prepare the process before that import.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MHA = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 MLA = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost"
 # The host layouts of each I/O backend.
 _LAYOUTS = {"kernel": ("layer_first", "page_first", "page_head"), "direct": ("layer_first", "page_first_direct")}
-# Where SGLang notes what it registered with the driver, call by call.
+# The attribute in which SGLang records the ranges that it registered with the driver, one per call.
 _REGISTERED_RANGES = "_sglang_cuda_host_registered_ranges"
 
-_LOADS_UNDER_WAY = 4
+_LOADS_IN_FLIGHT = 4
 """Loads that a pool remembers: one of the target layers and some of drafts."""
 
 _selector: Selector | None = None
@@ -50,15 +50,14 @@ _broken = False
 
 
 def use(selector: Selector | None) -> None:
-    """Let ``selector`` choose from now on, as the operator configured it; None: that of the defaults, at the next copy.
-    Before the first copy."""
+    """Set the configured selector; None means the default one, made at the next copy. Call it before the first copy."""
     global _selector, _broken
     _selector, _broken = selector, False
     _bindings.clear()
 
 
 def has_accelerator() -> bool:
-    """Whether torch sees a CUDA, ROCm, XPU or Ascend device."""
+    """Return whether torch sees a CUDA, ROCm, XPU or Ascend device."""
     if torch.cuda.is_available():  # ROCm devices answer here too
         return True
     if hasattr(torch, "xpu") and torch.xpu.is_available():
@@ -67,7 +66,7 @@ def has_accelerator() -> bool:
 
 
 def wants_hooks() -> bool:
-    """Whether this machine is one that the hooks are for: with a CUDA device, or without any accelerator."""
+    """Return whether the hooks are for this machine: one with a CUDA device, or without any accelerator."""
     return not has_accelerator() or (torch.cuda.is_available() and torch.version.hip is None)
 
 
@@ -83,14 +82,14 @@ def around_load(
     is_draft: bool = False,
     **named: Any,
 ) -> None:
-    """AROUND ``load_to_device_per_layer``: what one layer has (K and V, or latent rows), host to device.
+    """AROUND ``load_to_device_per_layer``: copies the rows of one layer (K and V, or latents) from host to device.
 
-    Indices are int64 token indices, one per token; widened ones under decode context parallelism. ``layer_id`` is the
-    controller's: a layer that is none of this pool's target layers (another rank owns it) is skipped; draft layers
+    Indices are int64 token indices, one per token, and widened under decode context parallelism. ``layer_id`` is the
+    controller's: a layer that is not among this pool's target layers (another rank owns it) is skipped; draft layers
     follow the target layers. Scheduler thread, inside the load stream.
     """
     kind = _dotted_name(type(pool))
-    refusal = _asks_for_more(original, later, named) or _refusal(pool, kind, io_backend, Direction.LOAD)
+    refusal = _unknown_arguments(original, later, named) or _refusal(pool, kind, io_backend, Direction.LOAD)
     if refusal is None and not is_draft:
         targets = releases.mla_layers(pool)[0] if kind == MLA else range(pool.target_layer_num)
         if layer_id not in targets:
@@ -113,20 +112,20 @@ def around_back_up(
     *later: Any,
     **named: Any,
 ) -> None:
-    """AROUND ``backup_from_device_all_layer``: the layers that this rank owns, then the drafts."""
-    refusal = _asks_for_more(original, later, named)
+    """AROUND ``backup_from_device_all_layer``: copies the layers that this rank owns, then the drafts."""
+    refusal = _unknown_arguments(original, later, named)
     refusal = refusal or _refusal(pool, _dotted_name(type(pool)), io_backend, Direction.BACK_UP)
     copies = pool, Direction.BACK_UP, host_indices, device_indices
     if not _serves(Direction.BACK_UP, refusal, lambda: bound(pool).begin(*copies)()):
         original(pool, device_pool, host_indices, device_indices, io_backend, *later, **named)
 
 
-def _asks_for_more(original: Callable[..., None], later: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """``_refusal`` of a call with arguments that only a later SGLang has and that are not at their defaults: the copy
-    that it asks for may be another one than ours."""
+def _unknown_arguments(original: Callable[..., None], later: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Refuse, like ``_refusal``, a call with arguments of a later SGLang that are not at their defaults: it may request
+    a copy that ours does not implement."""
     if not later and not named:
         return None
-    defaults = {name: one.default for name, one in inspect.signature(original).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(original).parameters.items()}
     at_defaults = not later and all(name in defaults and value is defaults[name] for name, value in named.items())
     return None if at_defaults else "later_argument"
 
@@ -136,14 +135,14 @@ def _dotted_name(pool_class: type) -> str:
 
 
 def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str | None:
-    """Why no engine may serve ``pool``, as a metric label; None if one may. ``kind``: the name of its class."""
+    """Return why no engine may serve ``pool``, as a metric label; None if one may. ``kind`` is its class name."""
     if kind not in (MHA, MLA):
         return "pool_class"
     if kind == MLA and pool._is_dummy:
         return "no_buffer"
     refused = ["page_head"] if kind == MLA else []
     if kind == MLA and direction is Direction.BACK_UP and getattr(pool, "_layer_shard_enabled", False):
-        # SGLang backs these up layer by layer, which exists for fewer combinations.
+        # SGLang backs these up layer by layer, and has that for fewer combinations.
         refused.append("page_first_direct")
     if pool.layout not in _LAYOUTS.get(io_backend, ()) or pool.layout in refused:
         return f"layout_{pool.layout}_{io_backend}"
@@ -153,12 +152,12 @@ def _refusal(pool: Any, kind: str, io_backend: str, direction: Direction) -> str
 
 
 class _Binding:
-    """What is known of one pool: its stack, which layer of it each controller's layer is, and the loads under way."""
+    """The stack of one pool, its layer for each of the controller's layers, and the loads in flight."""
 
     def __init__(self, pool: Any) -> None:
-        # Without layers of other ranks, a layer has the same number on both sides.
+        # A layer has the same number on both sides unless other ranks own layers.
         _, host_layers, buffer_numbers = releases.mla_layers(pool)
-        # K and V, or the latent: all layers on the host, and their buffers on the device.
+        # K and V, or the latent: the host buffer of all layers, and the name of the device buffers.
         if _dotted_name(type(pool)) == MLA:
             sides, segments, segment_bytes = [(pool.kv_buffer, "kv")], 1, pool.token_stride_size
         else:
@@ -188,17 +187,18 @@ class _Binding:
         self._layer_of = {layer_id: layer for layer, layer_id in enumerate(host_layers)}
         self._buffers = _buffers(pool)
         self._loads: list[tuple[torch.Tensor, torch.Tensor, set[int], Callable[..., bool]]] = []
-        """With their index tensors, so that no other tensors can take the identity of these, and submitted layers."""
+        """Index tensors, submitted layers and submit function per load. It keeps the tensors alive, because they are
+        recognised by identity, which no other tensor may take."""
 
     def fits(self, pool: Any) -> bool:
-        """Whether the pool still has the buffers that this was made from."""
-        return all(mine is its for mine, its in zip(self._buffers, _buffers(pool), strict=True))
+        """Return whether the pool still has the buffers that this binding was made from."""
+        return all(known is current for known, current in zip(self._buffers, _buffers(pool), strict=True))
 
     def load(self, pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer_id: int) -> bool:
-        """Submit a layer of the load of these tokens: of one under way, or of a new one.
+        """Submit a layer of the load of these tokens, which may be in flight already or begin here.
 
-        SGLang passes the same tensors for every layer of a load, and each layer once; the layers of drafts come in
-        between, sometimes with tensors of their own.
+        SGLang passes the same tensors for every layer of a load, and each layer once; draft layers come in between,
+        sometimes with tensors of their own.
         """
         layer = self._layer_of[layer_id]
         for host, device, submitted, submit in self._loads:
@@ -206,12 +206,12 @@ class _Binding:
                 submitted.add(layer)
                 return submit(*self.stack.layers[layer])
         submit = self.begin(pool, Direction.LOAD, host_indices, device_indices)
-        self._loads = [(host_indices, device_indices, {layer}, submit), *self._loads[: _LOADS_UNDER_WAY - 1]]
+        self._loads = [(host_indices, device_indices, {layer}, submit), *self._loads[: _LOADS_IN_FLIGHT - 1]]
         return submit(*self.stack.layers[layer])
 
     def begin(self, pool: Any, direction: Direction, *indices: torch.Tensor) -> Callable[..., bool]:
-        """``indices``: of the host, and of the device."""
-        local = [_local_rows(pool, of_side) for of_side in indices]
+        """Begin an operation; ``indices`` are those of the host, then those of the device."""
+        local = [_local_rows(pool, side) for side in indices]
         return _current_selector().begin(Operation(self.stack, direction, *local))
 
 
@@ -219,7 +219,7 @@ _bindings: weakref.WeakKeyDictionary[Any, _Binding] = weakref.WeakKeyDictionary(
 
 
 def _serves(direction: Direction, refusal: str | None, submit: Callable[[], bool]) -> bool:
-    """Submit copies; False if SGLang's own path has to make them: from the first failure on, all of this process."""
+    """Submit copies; return False if SGLang's own path has to make them. After a failure that is all of them."""
     global _broken
     if _broken:
         return False
@@ -228,7 +228,7 @@ def _serves(direction: Direction, refusal: str | None, submit: Callable[[], bool
             _current_selector().count(direction, None, refusal)
             return False
         return submit()
-    except Exception as error:  # SGLang's own path is there, whatever is wrong with ours
+    except Exception as error:  # fall back to SGLang's own path, whatever is wrong with ours
         _broken = True
         trace = None if isinstance(error, ConfigError) else error
         logger.error("copies between host and device stay with SGLang's own path: %s", error, exc_info=trace)
@@ -243,7 +243,7 @@ def _current_selector() -> Selector:
 
 
 def bound(pool: Any) -> _Binding:
-    """Of an MHA or MLA host pool that the hooks serve."""
+    """Return the binding of an MHA or MLA host pool that the hooks serve."""
     binding = _bindings.get(pool)
     if binding is None or not binding.fits(pool):
         binding = _bindings[pool] = _Binding(pool)
@@ -256,7 +256,7 @@ def _buffers(pool: Any) -> list[Any]:
 
 
 def _local_rows(pool: Any, indices: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of page-aligned widened indices, under decode context parallelism."""
+    """Return this rank's rows of page-aligned indices, which decode context parallelism widens."""
     if pool.dcp_size == 1:
         return indices
     return indices[pool.dcp_rank :: pool.dcp_size] // int(pool.dcp_size)

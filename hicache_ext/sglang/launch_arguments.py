@@ -1,7 +1,7 @@
-"""What a server was launched with, and what each launch argument means for the bytes of a page at given tokens.
+"""The launch arguments of a server, and how each affects the bytes of a page at given tokens.
 
-Every argument of the tested releases is in exactly one of these lists, as tests/backend/test_launch_arguments.py shows.
-One of a release to come that is in none counts whenever it is given. The rule: docs/decisions/launch-arguments.md.
+Every argument of the tested releases is in exactly one of these lists; tests/backend/test_launch_arguments.py checks
+it. An argument of a later release that is in none counts whenever it is given. See docs/decisions/launch-arguments.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-TOLD_OTHERWISE = _names("""
+IDENTIFIED_OTHERWISE = _names("""
     model_path revision served_model_name trust_remote_code load_format
     dtype quantization kv_cache_dtype mamba_ssm_dtype
     speculative_algorithm speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format
@@ -38,24 +38,24 @@ TOLD_OTHERWISE = _names("""
     tp_size pp_size attn_cp_size dcp_size
     page_size hicache_mem_layout enable_page_major_kv_layout
 """)
-"""The identity has what they do: the bytes of the model's files and its code, what its runner resolved, the host pool,
-the shard; adapters are in page hashes."""
+"""Arguments whose effect is in the identity already: the bytes of the model's files and its code, what its runner
+resolved, the host pool, the shard; adapters are in page hashes."""
 
 WEIGHTS = ("weight_cache_mode", "modelopt_checkpoint_restore_path", "kt_weight_path", "uno_lora_path", "download_dir")
-"""They bring weights that are in no file at the model's path: refused, unless the configuration names the weights. A
-directory for downloads is none where the model is one."""
+"""Arguments that load weights from outside the model's path: refused, unless the configuration names the weights. A
+download directory has no effect if the model's path exists."""
 
 SHAPING_AS_RESOLVED = (
     *("json_model_override_args", "modelopt_quant", "model_loader_extra_config"),
     *("forward_hooks", "rl_quant_profile"),
 )
-"""They count with what SGLang resolved them to; the pages of earlier versions have it so."""
+"""Arguments that count with their resolved value, to stay compatible with pages of earlier versions."""
 
 SHAPING_FILES = (
     *("quantization_param_path", "decrypted_config_file", "decrypted_draft_config_file"),
     "dllm_algorithm_config",
 )
-"""They name a small file, which counts by its content."""
+"""Arguments that name a small file, which counts by its content."""
 
 SHAPING = _names("""
     model_impl model_config_parser is_embedding quantize_and_serve enable_mis dllm_algorithm
@@ -71,14 +71,14 @@ SHAPING = _names("""
     enable_precise_embedding_interpolation mm_process_config image_processor_backend disable_fast_image_processor
     experts_shared_outer_loras enable_kv_cache_sharding enable_dsa_cache_layer_split c128_page_size
 """)
-"""They change the formula, the format of numbers in between, or the place of bytes: part of the identity when given."""
+"""Arguments that change the formula, intermediate number formats, or the place of bytes: in the identity when given."""
 
 SHAPING_VALUES = (
     ("load_format", "dummy"),
     ("ep_dispatch_algorithm", "fake"),
     ("disaggregation_transfer_backend", "fake"),
 )
-"""Of arguments that shape nothing otherwise: values with which a server computes no model's KV, to be measured."""
+"""Values with which a server computes no model's KV (for measurements), of arguments that otherwise shape nothing."""
 
 KERNELS = _names("""
     device cuda_graph_config cuda_graph_backend_prefill cuda_graph_backend_decode cuda_graph_tc_compiler
@@ -104,8 +104,8 @@ KERNELS = _names("""
     enable_cp_decode_attn_tp enable_attn_tp_input_scattered enable_shared_experts_attn_tp shared_experts_tp_size
     enable_dense_mlp_attn_tp enable_layernorm_sp disable_attn_tp_gather mm_enable_dp_encoder
 """)
-"""They choose who computes the same formula, which differs in rounding, as batches of another size do: part of the
-identity only on a server that was asked for the same bits every time."""
+"""Arguments that choose the implementation of the same formula. They change its rounding, as another batch size does:
+part of the identity only on a server that must compute the same bits every time."""
 
 HARMLESS = _names("""
     base_gpu_id gpu_id_step random_seed mlx_enable_sampling watchdog_timeout soft_watchdog_timeout sleep_on_idle use_ray
@@ -203,16 +203,16 @@ HARMLESS = _names("""
     speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget
     speculative_ngram_external_corpus_max_tokens speculative_use_block_verification
 """)
-"""They change no byte of a page at given tokens: sampling, scheduling, sizes, transport, observation, tokenizing."""
+"""Arguments that change no byte at given tokens: sampling, scheduling, sizes, transport, observability, tokenizing."""
 
-_KNOWN = HARMLESS.union(KERNELS, SHAPING, SHAPING_AS_RESOLVED, SHAPING_FILES, TOLD_OTHERWISE, WEIGHTS)
+_KNOWN = HARMLESS.union(KERNELS, SHAPING, SHAPING_AS_RESOLVED, SHAPING_FILES, IDENTIFIED_OTHERWISE, WEIGHTS)
 _SAME_BITS = frozenset(["enable_deterministic_inference", "rl_on_policy_target"])
 
 
 def given_arguments(arguments: Any) -> dict[str, Any]:
-    """The launch arguments that are not at their defaults, as they were typed. ``arguments``: SGLang's ServerArgs.
+    """Return the launch arguments that are not at their defaults, as typed. ``arguments`` is SGLang's ServerArgs.
 
-    What SGLang resolves a default to depends on the machine, and is the same formula.
+    A default may resolve to another value on another machine, but always to the same formula.
     """
     from sglang.srt.arg_groups.arg_utils import record_fields
 
@@ -225,9 +225,9 @@ def given_arguments(arguments: Any) -> dict[str, Any]:
 
 
 def shaping(given: Mapping[str, Any]) -> dict[str, str]:
-    """What of ``given_arguments`` belongs into the identity of a page, beside files and what SGLang resolves.
+    """Return the part of ``given_arguments`` for a page's identity, except files and what SGLang resolves.
 
-    Of an argument that this package does not know, a digest of its value, which may be a secret.
+    An unknown argument contributes a digest of its value, which may be a secret.
     """
     counted = SHAPING if _SAME_BITS.isdisjoint(given) else SHAPING | KERNELS
     facts = {
@@ -239,44 +239,44 @@ def shaping(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unknown(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of ``given_arguments`` that this package does not know."""
+    """Return the names in ``given_arguments`` that this package does not know."""
     return tuple(sorted(given.keys() - _KNOWN))
 
 
 def _json(value: Any) -> str:
-    """Equal in every process for equal values."""
+    """Return JSON text that is equal in every process for equal values."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, without addresses and orders that another process would not have."""
+    """Return a value as JSON types, without addresses and orderings that differ between processes."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: _plain(of_key) for key, of_key in value.items()}
-        return sorted([_json(key), _json(of_key)] for key, of_key in value.items())
+            return {key: _plain(item) for key, item in value.items()}
+        return sorted([_json(key), _json(item)] for key, item in value.items())
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(_json, value))
     if isinstance(value, enum.Enum):
         return [type(value).__qualname__, value.name]
     if isinstance(value, bytes | complex | type):
         return repr(value)
-    # Its fields, where it has some; never its address.
+    # Use an object's fields, if it has any, but never its address.
     return [type(value).__qualname__, _plain(vars(value)) if hasattr(value, "__dict__") else None]
 
 
-# -- what SGLang's storage config does not carry -----------------------------------------------------------------------
-# ``sglang.srt.runtime_context`` holds arguments and what they were resolved to, in every scheduler, and the runner of
-# the model what it found out while it loaded it.
+# -- facts that SGLang's storage config does not carry -----------------------------------------------------------------
+# In every scheduler, ``sglang.srt.runtime_context`` holds the arguments and their resolved values; the model's runner
+# holds what it determined while loading.
 
 _ROLES: dict[str, ServerRole] = {"prefill": "prefill", "decode": "decode"}
 """SGLang's ``--disaggregation-mode``; "null" is a server that is not disaggregated."""
 
 _NAMES_OF_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-"""Values of ``--kv-cache-dtype`` that say no more than the dtype they stand for."""
+"""Values of ``--kv-cache-dtype`` that carry no more information than the resolved dtype."""
 
 _STORAGE_ARGUMENTS = (
     *("enable_hierarchical_cache", "hicache_storage_backend"),
@@ -288,8 +288,8 @@ _STORAGE_ARGUMENTS = (
 class LaunchFacts:
     """``kv_cache_dtype`` is what the KV pools hold ("float8_e4m3fn", "bfloat16", ...), None outside a server.
 
-    ``role`` is what the server does in a disaggregated pair. ``drafts`` are model path and revision of draft models;
-    ``lora`` whether requests may name an adapter.
+    ``role`` is the server's role in a disaggregated pair. ``drafts`` holds model path and revision of each draft model;
+    ``lora`` says whether requests may name an adapter.
     """
 
     model_path: str | None = None
@@ -297,32 +297,32 @@ class LaunchFacts:
     load_format: str = "auto"
     draft_load_format: str | None = None
     weights_from_elsewhere: tuple[str, ...] = ()
-    """Launch arguments with which the weights are not those in the files at the model's path."""
+    """Launch arguments that load weights from elsewhere than the files at the model's path."""
     drafts: tuple[tuple[str, str | None], ...] = ()
     lora: bool = False
     kv_cache_dtype: str | None = None
     compute: str = ""
     unknown_arguments: tuple[str, ...] = ()
-    """Launch arguments that were given and that this package does not know: ``compute`` has a digest of each."""
+    """Given launch arguments that this package does not know; ``compute`` has a digest of each."""
     role: ServerRole = "both"
     parts_of_pages: bool = False
-    """Whether ranks that otherwise hold the same KV hold stripes or layers of it."""
+    """Whether ranks that would otherwise hold the same KV hold only stripes or layers of it."""
     role_may_change: bool = False
-    """Whether SGLang may turn a prefill into a decode server while it runs, or the other way round."""
+    """Whether SGLang may switch the server between prefill and decode while it runs."""
     config_file: str | None = None
-    """The file behind ``--hicache-storage-backend-extra-config @FILE``; None where it was given inline."""
+    """The file named by ``--hicache-storage-backend-extra-config @FILE``; None if given inline."""
 
 
 def read_launch_facts() -> LaunchFacts:
-    """The facts of this process's server; empty outside one (tests, tools).
+    """Return the facts of this process's server; empty outside a server (tests, tools).
 
-    Raises UnsupportedError for a server whose arguments cannot be read: it must not pass for none.
+    Raises UnsupportedError for a server whose arguments cannot be read: it must not count as no server.
     """
     try:
         from sglang.srt.runtime_context import get_server_args
 
         arguments = get_server_args()
-    except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
+    except Exception as error:  # noqa: BLE001 - outside a server SGLang may raise anything here
         logger.debug("no server arguments: %s", error)
         arguments = None
     if arguments is None:
@@ -351,23 +351,23 @@ def read_launch_facts() -> LaunchFacts:
 
 
 def uses_storage() -> bool:
-    """Whether SGLang may ever call a storage backend in this process; true where it is not known (tests)."""
+    """Return whether SGLang may ever call a storage backend in this process; True if unknown (tests)."""
     return any(resolved_or(argument, True) for argument in _STORAGE_ARGUMENTS)
 
 
 def resolved_or(argument: str, otherwise: Any) -> Any:
-    """``resolved``, and ``otherwise`` where that is not known."""
+    """Return ``resolved(argument)``, or ``otherwise`` if that is unknown."""
     try:
         return resolved(argument)
-    except Exception as error:  # noqa: BLE001 - outside a server SGLang raises whatever it likes here
+    except Exception as error:  # noqa: BLE001 - outside a server SGLang may raise anything here
         logger.debug("--%s is not known: %s", argument, error)
         return otherwise
 
 
 def resolved(argument: str) -> Any:
-    """What SGLang made of a launch argument; None for one that it does not have. Raises outside a server.
+    """Return the resolved value of a launch argument; None for one that SGLang lacks. Raises outside a server.
 
-    ``get_server_args()`` is what was typed: "auto" and the like. What it means lies in SGLang's namespaces.
+    ``get_server_args()`` has the values as typed ("auto" and the like); SGLang's namespaces have the resolved ones.
     """
     from sglang.srt import runtime_context
     from sglang.srt.arg_groups.arg_utils import namespace_of
@@ -376,22 +376,22 @@ def resolved(argument: str) -> Any:
     path = namespace_of(type(arguments)).get(argument)
     if path is None:
         return getattr(arguments, argument, None)
-    first, *others = path.split(".")
-    bag = getattr(runtime_context, f"get_{first}")()
-    for name in others:
-        bag = getattr(bag, name)
-    return getattr(bag, argument)
+    first, *rest = path.split(".")
+    namespace = getattr(runtime_context, f"get_{first}")()
+    for name in rest:
+        namespace = getattr(namespace, name)
+    return getattr(namespace, argument)
 
 
 def unicode_text(name: str) -> str:
-    """``name``, which may be a path, so that every encoder takes it: bytes that are no UTF-8 become ``\\udcXX``."""
+    """Return ``name``, which may be a path, in a form that can be encoded: non-UTF-8 bytes become ``\\udcXX``."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def longest_prompt() -> int | None:
-    """Tokens that a prompt may have: the context of the model, or what the device holds. None where that is not known.
+    """Return the tokens that a prompt may have: the model's context, or what the device holds. None if unknown.
 
-    Only warned about, so that a release without these names costs the warning."""
+    It only serves a warning, so a release without these names merely loses that warning."""
     runner = _target_runner()
     known = (
         getattr(getattr(runner, "model_config", None), "context_len", None),
@@ -406,7 +406,7 @@ def _target_runner() -> Any:
 
 
 def _kv_cache_dtype(runner: Any) -> str | None:
-    """What the pools of a runner hold: the tensors' dtype, and the name of its encoding where that says more."""
+    """Return what a runner's pools hold: the tensors' dtype, prefixed with the encoding's name if that says more."""
     dtype = getattr(runner, "kv_cache_dtype", None)
     if dtype is None:
         return None
@@ -437,16 +437,16 @@ def _compute(given: Mapping[str, Any]) -> str:
     if target is None:
         computed = {"dtype": resolved("dtype"), "quantization": resolved("quantization")}
     else:
-        computed = _computed_as(target)
+        computed = _compute_facts(target)
     compute |= {name: value for name, value in computed.items() if value is not None}
-    # Drafts may be kept and computed in another dtype, in pools that look like the target's.
-    if drafts := sorted({json.dumps(_computed_as(model.runner), sort_keys=True) for model in process.drafts()}):
+    # Drafts may use another dtype for layers and KV, in pools that look like the target's.
+    if drafts := sorted({json.dumps(_compute_facts(model.runner), sort_keys=True) for model in process.drafts()}):
         compute["drafts"] = ",".join(drafts)
     return json.dumps(compute, sort_keys=True)
 
 
-def _computed_as(runner: Any) -> dict[str, str | None]:
-    """dtype and quantisation of a model's layers, as its loader resolved them, and what its KV is kept in."""
+def _compute_facts(runner: Any) -> dict[str, str | None]:
+    """Return dtype and quantisation of a model's layers, as its loader resolved them, and the dtype of its KV."""
     config = getattr(runner, "model_config", None)
     dtype, quantization = getattr(config, "dtype", None), getattr(config, "quantization", None)
     return {
@@ -468,7 +468,7 @@ _given_as: ContextVar[str | None] = ContextVar("_given_as", default=None)
 
 @contextmanager
 def configuration_given_as(argument: str | None) -> Iterator[None]:
-    """What ``--hicache-storage-backend-extra-config`` was, while SGLang is made to see something else there (pd/)."""
+    """Remember the typed ``--hicache-storage-backend-extra-config`` while SGLang sees another value there (pd/)."""
     token = _given_as.set(argument)
     try:
         yield
@@ -482,13 +482,13 @@ def _config_file() -> str | None:
 
 
 def logical_dtype(stored: str, kv_cache_dtype: str | None, override: str | None) -> str | None:
-    """The dtype the bytes mean; None when it cannot be known.
+    """Return the dtype that the bytes encode; None if it cannot be known.
 
-    SGLang keeps fp8 KV in uint8 tensors: e4m3 and e5m2 look alike there, and only the launch argument tells.
+    SGLang keeps fp8 KV in uint8 tensors: e4m3 and e5m2 look alike there, and only the launch argument tells them apart.
     ``stored`` is the pool's torch dtype without "torch.", ``override`` the configured ``kv_dtype``.
     """
     known = override or kv_cache_dtype
     if stored in ("uint8", "int8"):
         return f"{known}/{stored}" if known else None
-    # An override never hides what the tensor itself says: bf16 and fp16 pages are equally long.
+    # An override never hides the tensor's own dtype: bf16 and fp16 pages are equally long.
     return f"{override}/{stored}" if override else stored

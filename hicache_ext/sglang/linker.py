@@ -1,14 +1,14 @@
 """HiCacheExtLinker: what SGLang loads as its external linker (``--unified-cache-external-linker-backend dynamic``).
 
-SGLang's second door to the same tiers: pages move between the device and storage, without a host cache. What is stored
-is what HiCache stores in the layout page_first, so that servers of both kinds share a pool. Behind the door is the
-backend of the first one (backend.py): identity, weights, tiers, configuration file, metrics.
+SGLang's second interface to the same tiers: pages move between the device and storage, without a host cache. It stores
+the bytes that HiCache stores in the layout page_first, so that servers of both kinds share a pool. It wraps the backend
+of the first interface (backend.py) and with it identity, weights, tiers, configuration file and metrics.
 
-SGLang calls everything on its scheduler's thread, which waits for no store. Pages of a request that waits in its queue
-are read and verified by other threads before it is admitted (linker_ahead.py): ``lookup`` and ``load`` find them in
-memory, or the request is computed. ``offload`` answers at once. docs/decisions/linker.md has the reasons.
+SGLang calls everything on its scheduler's thread, which never waits for a store. Other threads read and verify the
+pages of queued requests before they are admitted (linker_ahead.py): ``lookup`` and ``load`` find the pages in memory,
+or the request is computed. ``offload`` returns immediately. docs/decisions/linker.md has the reasons.
 
-No call but the constructor raises. Trouble is a miss, or pages that were not stored.
+No call but the constructor raises. A failure counts as a miss, or as pages that were not stored.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _COUNTS = {
     "offload_failed": ("copy", "store"),
 }
 _CLOSE_WAIT = 10.0
-"""Seconds for threads to end at the close; SGLang waits as long for its own."""
-_LOOK_AGAIN = 1.0
-"""Seconds after which a wait for staging memory looks whether it is still wanted."""
+"""Seconds that ``close`` waits for threads; SGLang waits as long for its own."""
+_RECHECK = 1.0
+"""Seconds after which a wait for staging memory checks whether it is still wanted."""
 _GATHER_WAIT = 2.0
-"""Seconds that a flush waits for pages to leave the device. SGLang flushes when nothing runs: they are written."""
+"""Seconds that a flush waits for pages to leave the device. SGLang flushes when idle, so they do get written."""
 
 
 class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is untyped here
-    """See the module docstring. Threads: the scheduler's."""
+    """See the module docstring. Scheduler thread only."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
             self._writer = bool(ranks.is_storage_writer)
             self.pools = {entry.name: entry.host_pool for entry in self._staging.group.entries}
             self.layer_done_counter = LayerWiseLoadCounter(self._staging.layers)
-            if self._staging.states_beside_the_pools:
+            if self._staging.has_request_states:
                 params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
             self._metrics = TierMetrics("linker", prefix="linker_")
             self._metrics.declare(_COUNTS, ("load", "offload"))
@@ -112,9 +112,9 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
                 *shared, self._threads, self._backend, settings.load_timeout, lambda mine: agreed(self._params, mine)
             )
             self._ready: dict[str, list[Portion]] = {}
-            """Loads of requests whose batch has not started."""
+            """Request id -> portions to load, for requests whose batch has not started."""
             self._started: dict[int, Call[None]] = {}
-            """Those under way, by the number of their batch."""
+            """Batch number -> load in flight."""
             self._log = LimitedLog(logger)
             self._offloads = Offloads(*shared, self._backend)
             self._backend.export_also(self._metrics, self._set_levels)
@@ -132,45 +132,45 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: set())
     def requests_to_hold(self, queue: Sequence[Any], tree: Any) -> set[str]:
-        """Ids of the waiting requests that are not to be scheduled yet, because their pages are being read.
+        """Return the ids of waiting requests that must not be scheduled yet, because their pages are being read.
 
-        Called by scheduler_hooks.py. ``tree`` is SGLang's.
+        Called by scheduler_hooks.py. ``tree`` is SGLang's prefix cache.
         """
         if self._closed:
             return set()
         requests = {request.rid: request for request in queue}
 
-        def ask(rid: str) -> None:
+        def look_up(rid: str) -> None:
             request = requests[rid]
-            # A look-up lends a turn of a streaming session the session's KV, which a request that waits may not have:
-            # of such a turn nothing is restored.
+            # The lookup would lend the session's KV to a turn of a streaming session, and a waiting request may not
+            # hold it: nothing is restored for such a turn.
             if request.session is None or not request.session.streaming:
                 request.init_next_round_input(tree, cow_mamba=False)
 
-        return self._ahead.hold(list(requests), ask)
+        return self._ahead.hold(list(requests), look_up)
 
     @answering(lambda *_, **__: None)
     def nap(self) -> None:
         self._ahead.nap()
 
-    # -- look-ups --------------------------------------------------------------------------------------------------
+    # -- lookups ---------------------------------------------------------------------------------------------------
 
     @answering(lambda *_, **__: [])
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        # Also where nothing may be served now: each rank has to know what SGLang asked.
+        # Forward the lookup even if nothing may be served now: each rank has to know what SGLang looked up.
         return [] if self._closed else self._ahead.restorable(rid, transfers)
 
     # -- loads -----------------------------------------------------------------------------------------------------
-    # Pages were read and verified while their request was in the queue, before SGLang is told that they will come: what
-    # is not there is computed, and no request of a batch can fail because a page was missing. When the batch starts,
-    # they move layer by layer.
+    # Pages are read and verified while their request is queued, before SGLang is promised any: missing ones are
+    # computed, and no request of a batch can fail because a page was missing. When the batch starts, they move layer by
+    # layer.
 
     @answering(lambda *_, **__: False)
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Whether the pages of a request were read ahead, on every rank, and will be on the device.
+        """Return whether the pages of a request were read ahead on every rank and will be on the device.
 
-        What a rank meets alone is caught inside: the ranks would wait for its vote. Only what SGLang hands to all of
-        them alike may end the call before.
+        An error of one rank is caught inside, since the other ranks would wait for its vote. The call may return early
+        only for arguments that SGLang passes to all ranks alike.
         """
         pages = pages_of(transfers, self._staging.page_sizes)
         if not pages:
@@ -184,12 +184,12 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: False)
     def _load_here(self, rid: str, wanted: list[Pages]) -> bool:
-        """Whether all wanted pages of a request are among those that were read ahead; they wait for the start then."""
+        """Return whether all wanted pages of a request were read ahead; if so, queue them for the next batch."""
         ahead = self._ahead.pages_of(rid)
         outcome = "error"
         try:
-            # For pages that were added before, SGLang has been given the word.
-            complete = rid not in self._ready and _given_places(ahead, wanted)
+            # A request in ``_ready`` was already promised to SGLang: don't replace its pages.
+            complete = rid not in self._ready and _assign_slots(ahead, wanted)
             outcome = "read" if complete else "missing"
         finally:
             self._metrics.add("load", outcome)
@@ -205,8 +205,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: -1)
     def start_layer_wise_loading(self) -> int:
-        """Begin to move the pages of all requests that are ready; the batch's number, -1 where there are none."""
-        # They say when the device slots may be written: recorded after ``load``, which picks them, on the same stream.
+        """Begin to move the pages of all ready requests; return the batch's number, or -1 without any."""
+        # The events tell when the device slots may be written: recorded on the same stream after ``load`` picked them.
         events = self.record_offload_ready()
         portions = [portion for ready in self._ready.values() for portion in ready]
         self._ready.clear()
@@ -222,23 +222,23 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait until the batch is on the device; whether all of it is. Nothing of it is written any more then."""
+        """Wait until the batch's copies to the device have ended; return whether all of it arrived."""
         landed = bool(self.layer_done_counter.finish(counter_index))
         call = self._started.pop(counter_index, None)
         if call is not None:
-            # Its layers are done: what is left of it is to give memory back.
+            # Its layers are done; the thread has only its memory left to release.
             call.ended_within(threading.TIMEOUT_MAX)
         return landed
 
     @answering(lambda *_, **__: False)
     def cancel_queued_load(self, rid: str) -> bool:
-        """Forget a request whose batch has not started; from the return on its slots are not written."""
+        """Forget a request whose batch has not started; its slots are not written after the return."""
         portions = self._ready.pop(rid, [])
         release(portions)
         return bool(portions)
 
     def _end_loads(self, seconds: float) -> None:
-        """Forget everything that was not started, and wait for what was: it only copies."""
+        """Forget loads that were not started, and wait for those in flight, which only copy."""
         for rid in list(self._ready):
             release(self._ready.pop(rid))
         for call in self._started.values():
@@ -247,7 +247,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         self.layer_done_counter.reset()
 
     def _move(self, index: int, portions: Sequence[Portion], events: Sequence[Any]) -> None:
-        """[a thread of each batch]"""
+        """Copy a batch to the device layer by layer [one thread per batch]."""
         try:
             self._staging.enter_thread()
             for event in events:
@@ -268,14 +268,14 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     @answering(lambda *_, **__: False)
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         pages = pages_of(transfers, self._staging.page_sizes)
-        # All ranks answer alike, whatever happens to their pages: SGLang counts what is under way on each.
-        if not any(some.source == KV for some in pages):
+        # All ranks must return the same, whatever happens to their pages: SGLang counts offloads in flight on each.
+        if not any(part.source == KV for part in pages):
             return False
         if not self._offloads.has_room(pages):
             self._metrics.add("offload", "full")
             return False
-        # SGLang may change its own indices while the node that holds them is split.
-        pages = [Pages(some.source, some.keys, some.device_indices.clone(), some.page_size) for some in pages]
+        # Clone: SGLang may change its own indices while it splits the node that holds them.
+        pages = [Pages(part.source, part.keys, part.device_indices.clone(), part.page_size) for part in pages]
         self._offloads.offload(pages, self._pools_written(pages), self.record_offload_ready())
         return True
 
@@ -291,8 +291,8 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
 
     @answering(lambda *_, **__: None)
     def reset(self) -> None:
-        """Forget what SGLang waits for. What it handed over is stored, as far as it could leave the device within
-        seconds; from the return on the device is neither read nor written."""
+        """Forget what SGLang waits for. Pages already handed over are stored as far as they left the device within
+        ``_GATHER_WAIT``; after the return the device is neither read nor written."""
         self._ahead.reset()
         self._end_loads(threading.TIMEOUT_MAX)
         self._offloads.reset()
@@ -308,14 +308,14 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         ended = self._offloads.close(_CLOSE_WAIT, self._drain) and ended
         self._backend.close()
         if ended:
-            # A call that hangs may still write into it.
+            # Otherwise a hanging call may still write into the memory.
             self._staging.destroy()
 
     def report_failure(self, call: str, error: BaseException) -> None:
         self._backend.report_failure(call, error)
 
     def _set_levels(self) -> None:
-        """How full it is at the moment of asking."""
+        """Set the gauges to the current levels."""
         self._metrics.set_level("staging_pages", "load", float(self._staging.pages_in_use("load")))
         self._metrics.set_level("staging_pages", "offload", float(self._staging.pages_in_use("offload")))
         self._metrics.set_level("waiting", "", float(self._offloads.waiting()))
@@ -323,7 +323,7 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _register_pools(self) -> None:
-        """As SGLang does with its host pools. Raises UnsupportedError for one that cannot be served."""
+        """Register the pools as SGLang does its host pools. Raises UnsupportedError for one that cannot be served."""
         group = self._staging.group
         for entry in group.entries:
             self._backend.register_mem_host_pool_v2(entry.host_pool, entry.name)
@@ -335,11 +335,11 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         self._backend.warn_of_sizes(page_size, tokens, "staging memory", "hicache_ext.linker.staging")
 
     def _pools_written(self, pages: Sequence[Pages]) -> dict[str, BoundPool] | None:
-        """The pools that this rank writes, as they are now: their pages are of these weights, whenever they are stored.
-        None where nothing may be stored now."""
+        """Return the pools that this rank writes, as bound now: pages belong to these weights, whenever they are
+        stored. None if nothing may be stored now."""
         pools = {}
-        for some in pages:
-            for name in self._staging.pools_on[some.source]:
+        for part in pages:
+            for name in self._staging.pools_on[part.source]:
                 pool = self._backend.served.usable(name)
                 if pool is None:
                     return None
@@ -348,14 +348,14 @@ class HiCacheExtLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is u
         return pools
 
 
-def _given_places(ahead: list[Portion], wanted: Sequence[Pages]) -> bool:
-    """Give pages that were read ahead their places on the device, and let go of those that have none; whether all
-    that are wanted are among them."""
+def _assign_slots(ahead: list[Portion], wanted: Sequence[Pages]) -> bool:
+    """Assign device slots to the pages that were read ahead, and release those that have none; return whether all
+    wanted pages are among them."""
     by_source = {pages.source: pages for pages in wanted}
     for portion in list(ahead):
         pages = by_source.get(portion.pages.source)
         if pages is not None:
-            portion.give_places(pages)
+            portion.assign_slots(pages)
         if pages is None or not portion.pages.keys:
             ahead.remove(portion)
             portion.release()
@@ -368,13 +368,13 @@ def _given_places(ahead: list[Portion], wanted: Sequence[Pages]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Offload:
-    """What SGLang handed over in one call. ``left``: portions that are not written yet, and one for the gathering."""
+    """The pages of one call of SGLang's. ``left`` counts the portions not yet written, plus one while gathering."""
 
     pages: list[Pages]
     pools: dict[str, BoundPool]
     events: Sequence[Any]
     counts: Counter[str]
-    """Pages by pool that has memory, equal on all ranks."""
+    """Number of pages per pool with memory of its own; equal on all ranks."""
     generation: int
     begun: float = field(default_factory=time.monotonic)
     left: int = 1
@@ -382,24 +382,24 @@ class _Offload:
 
 
 class Offloads:
-    """Device pages on their way to the store: gathered into staging memory by one thread, written by another.
+    """Moves device pages to the store: one thread gathers them into staging memory, another writes them.
 
-    What counts as room is decided by what SGLang has handed over and not yet taken back, which all ranks see alike:
-    SGLang keeps one list of what is under way, and a rank that refused on its own would answer for another rank's
-    pages. Threads: ``offload``, ``completed``, ``pop`` and ``reset`` on the scheduler's.
+    Room depends only on what SGLang has handed over and not yet popped, which all ranks see alike: SGLang keeps one
+    list of offloads in flight, and a rank that refused on its own would answer for another rank's pages. The scheduler
+    thread calls ``offload``, ``completed``, ``pop`` and ``reset``.
     """
 
     def __init__(self, staging: Staging, metrics: TierMetrics, writer: HiCacheExtBackend) -> None:
         self._staging, self._metrics, self._writer = staging, metrics, writer
         self._log = LimitedLog(logger)
         self._lock = threading.Lock()
-        self._moved_on = threading.Condition(self._lock)
-        """A call was gathered, or has ended."""
+        self._progress = threading.Condition(self._lock)
+        """Notified when an offload was gathered or has ended."""
         self._reading_device = threading.Lock()
-        self._on_device = self._under_way = 0
-        """Calls that are not gathered, and calls that are not written either."""
+        self._on_device = self._in_flight = 0
+        """Number of offloads not yet gathered, and of those not yet ended."""
         self._handed_over: deque[_Offload] = deque()
-        """What SGLang has not taken back, in order; it counts against the room until then."""
+        """Offloads that SGLang has not popped, in order; they count against the room until then."""
         self._generation = 0
         self._closed = False
         self._to_gather: SimpleQueue[_Offload | None] = SimpleQueue()
@@ -409,58 +409,58 @@ class Offloads:
         self._threads.start(self._write_all)
 
     def has_room(self, pages: Sequence[Pages]) -> bool:
-        """Whether these pages may be handed over now; alike on all ranks. Something always may when nothing is."""
+        """Return whether these pages may be handed over now, alike on all ranks; always True if nothing is pending."""
         with self._lock:
             taken = sum((job.counts for job in self._handed_over), _counts(pages))
             fits = all(count <= self._staging.limits[source] for source, count in taken.items())
             return fits or not self._handed_over
 
     def offload(self, pages: Sequence[Pages], pools: dict[str, BoundPool] | None, events: Sequence[Any]) -> None:
-        """Take over pages; ``pools`` are those that this rank writes. None: they cannot be stored, and count as failed
-        once it is their turn."""
+        """Take over pages. ``pools`` are those that this rank writes; with None the pages cannot be stored, and count
+        as failed once it is their turn."""
         job = _Offload(list(pages) if pools else [], pools or {}, events, _counts(pages), self._generation)
         job.good = pools is not None
         wanted = bool(job.pages) and not self._closed
         with self._lock:
             self._handed_over.append(job)
-            self._under_way += 1
+            self._in_flight += 1
             self._on_device += wanted
         if wanted:
             self._to_gather.put(job)
         else:
-            self._ended(job)
+            self._end_part(job)
 
     def completed(self) -> int:
-        """How many of what was handed over are done, none of them behind one that is not."""
+        """Return how many leading offloads are done, in the order in which they were handed over."""
         with self._lock:
             return next((done for done, job in enumerate(self._handed_over) if job.left), len(self._handed_over))
 
     def pop(self) -> bool:
-        """Take back what is done and was handed over first; whether it was stored."""
+        """Remove the oldest offload if it is done; return whether it was stored."""
         with self._lock:
             done = bool(self._handed_over) and not self._handed_over[0].left
             return done and self._handed_over.popleft().good
 
     def waiting(self) -> int:
-        """Calls of SGLang's that are not done."""
+        """Return the number of offloads that are not done."""
         with self._lock:
             return sum(bool(job.left) for job in self._handed_over)
 
     def reset(self, seconds: float = _GATHER_WAIT) -> None:
-        """Forget what SGLang waits for. What was gathered is written; what could not be within ``seconds`` is dropped.
-        From the return on no page of the device is read for what was handed over before."""
-        with self._moved_on:
-            self._moved_on.wait_for(lambda: not self._on_device, seconds)
+        """Forget what SGLang waits for. Gathered pages are written; what isn't gathered within ``seconds`` is dropped.
+        After the return no device page is read for earlier offloads."""
+        with self._progress:
+            self._progress.wait_for(lambda: not self._on_device, seconds)
             self._generation += 1
             self._handed_over.clear()
         with self._reading_device:
             pass
 
     def close(self, seconds: float, drain: float = 0.0) -> bool:
-        """Write what was handed over, for ``drain`` seconds, and end the threads; False where one was still in a call
-        after ``seconds`` more."""
-        with self._moved_on:
-            self._moved_on.wait_for(lambda: not self._under_way, drain)
+        """Write pending offloads for up to ``drain`` seconds, then end the threads; return False if one was still in a
+        call after ``seconds`` more."""
+        with self._progress:
+            self._progress.wait_for(lambda: not self._in_flight, drain)
         self._closed = True
         self.reset(0.0)
         self._to_gather.put(None)
@@ -474,14 +474,14 @@ class Offloads:
         while (job := self._to_gather.get()) is not None:
             try:
                 self._gather(job)
-            except Exception as error:  # noqa: BLE001 - one call's trouble must not end the thread
-                self._failed(job, "copy", error)
+            except Exception as error:  # noqa: BLE001 - the failure of one offload must not end the thread
+                self._fail_job(job, "copy", error)
             finally:
-                with self._moved_on:
+                with self._progress:
                     self._on_device -= 1
-                    self._moved_on.notify_all()
-                self._ended(job)
-            del job  # it holds indices
+                    self._progress.notify_all()
+                self._end_part(job)
+            del job  # it holds device indices
 
     def _gather(self, job: _Offload) -> None:
         for event in job.events:
@@ -489,12 +489,12 @@ class Offloads:
         for pages in job.pages:
             if not any(name in job.pools for name in self._staging.pools_on[pages.source]):
                 continue
-            for some in pages.portions(self._staging.portion_pages(pages.source)):
-                portion = self._memory(job, some)
+            for part in pages.portions(self._staging.portion_pages(pages.source)):
+                portion = self._take_memory(job, part)
                 if portion is None:
                     return
                 with self._reading_device:
-                    if self._over(job):
+                    if self._is_abandoned(job):
                         portion.release()
                         return
                     try:
@@ -506,60 +506,61 @@ class Offloads:
                     job.left += 1
                 self._to_write.put((job, portion))
 
-    def _memory(self, job: _Offload, pages: Pages) -> Portion | None:
-        while not self._over(job):
-            if (portion := self._staging.take("offload", pages, _LOOK_AGAIN)) is not None:
+    def _take_memory(self, job: _Offload, pages: Pages) -> Portion | None:
+        while not self._is_abandoned(job):
+            if (portion := self._staging.take("offload", pages, _RECHECK)) is not None:
                 return portion
         return None
 
     def _write_all(self) -> None:
-        while (given := self._to_write.get()) is not None:
-            job, portion = given
+        while (item := self._to_write.get()) is not None:
+            job, portion = item
             try:
                 if not self._closed and job.good and not self._write(job, portion):
-                    self._failed(job, "store")
+                    self._fail_job(job, "store")
             except Exception as error:  # noqa: BLE001 - as above
-                self._failed(job, "store", error)
+                self._fail_job(job, "store", error)
             finally:
                 portion.release()
-                self._ended(job)
-            del given, job, portion
+                self._end_part(job)
+            del item, job, portion
 
     def _write(self, job: _Offload, portion: Portion) -> bool:
-        """The pools beside a component come before its own: where that is found, they are there."""
+        """Write a portion to all its pools; return whether all were stored. A component's own pool comes last: whoever
+        finds that finds the others."""
         for name in self._staging.pools_on[portion.pages.source]:
             pool = job.pools.get(name)
             if pool is not None and not self._writer.write_whole(pool, portion.pages.keys, portion.host_indices):
                 return False
         return True
 
-    def _over(self, job: _Offload) -> bool:
-        """Whether nobody wants the rest of it."""
+    def _is_abandoned(self, job: _Offload) -> bool:
+        """Return whether nobody wants the rest of the offload."""
         return self._closed or not job.good or job.generation != self._generation
 
-    def _failed(self, job: _Offload, why: str, error: BaseException | None = None) -> None:
+    def _fail_job(self, job: _Offload, why: str, error: BaseException | None = None) -> None:
         job.good = False
         if job.generation == self._generation:
             self._metrics.add("offload_failed", why)
         if error is not None:
             self._log.log(logging.ERROR, why, "hicache_ext: pages were not stored: %s", error, exc_info=error)
 
-    def _ended(self, job: _Offload) -> None:
-        """A part of it has ended."""
+    def _end_part(self, job: _Offload) -> None:
+        """Count one part of the offload as ended."""
         with self._lock:
             job.good = job.good and not self._closed
             job.left -= 1
             if not job.left:
                 self._metrics.add("offload", "stored" if job.good else "failed")
                 self._metrics.observe("offload", time.monotonic() - job.begun)
-                self._under_way -= 1
-                self._moved_on.notify_all()
+                self._in_flight -= 1
+                self._progress.notify_all()
 
 
 def _counts(pages: Sequence[Pages]) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for some in pages:
-        counts[some.source] += len(some.keys)
+    for part in pages:
+        counts[part.source] += len(part.keys)
     return counts
 
 
@@ -567,10 +568,8 @@ def _counts(pages: Sequence[Pages]) -> Counter[str]:
 
 
 def agreed(params: Any, mine: Sequence[bool]) -> list[bool]:
-    """Which of them are so on every rank that computes the same requests; each rank must ask, for as many.
-
-    The groups are those in which SGLang's cache agrees (``UnifiedRadixCache._all_reduce_attn_groups``).
-    """
+    """Return which of ``mine`` hold on every rank that computes the same requests; all ranks must call, with equal
+    lengths. The groups are those of SGLang's cache (``UnifiedRadixCache._all_reduce_attn_groups``)."""
     ranks = torch.distributed
     groups = [
         group
@@ -579,14 +578,14 @@ def agreed(params: Any, mine: Sequence[bool]) -> list[bool]:
     ]
     if not groups and params.tp_cache_group is not None and ranks.get_world_size(group=params.tp_cache_group) > 1:
         groups = [params.tp_cache_group]
-    answer = torch.tensor([int(one) for one in mine], dtype=torch.int)
+    votes = torch.tensor([int(vote) for vote in mine], dtype=torch.int)
     for group in groups:
-        ranks.all_reduce(answer, op=ranks.ReduceOp.MIN, group=group)
-    return [bool(one) for one in answer.tolist()]
+        ranks.all_reduce(votes, op=ranks.ReduceOp.MIN, group=group)
+    return [bool(vote) for vote in votes.tolist()]
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
-# What ``linker_extra_config`` of ``--unified-cache-external-linker-config`` may hold, and what is made of it.
+# Parsing of ``linker_extra_config`` in ``--unified-cache-external-linker-config``.
 
 FILE = "config_file"
 PLACE = "linker_extra_config"
@@ -594,9 +593,9 @@ _ALLOWED = f"{{{SECTION}: {{tiers: ...}}}}, or {{{FILE}: /path/hicache.yaml}}"
 
 
 def launched_with(extra_config: Mapping[str, Any] | None) -> tuple[dict[str, Any], str | None]:
-    """The document that HiCache would be given, and the file that holds it, if one does. Raises ConfigError.
+    """Return the document that HiCache would be given, and the path of its file, if any. Raises ConfigError.
 
-    A file may hold the keys that SGLang reads for HiCache alone (``prefetch_threshold``, ...); they mean nothing here.
+    A file may hold keys that SGLang reads for HiCache only (``prefetch_threshold``, ...); they mean nothing here.
     """
     given = dict(extra_config or {})
     for key in given:

@@ -1,7 +1,7 @@
-"""SGLang's host pools of one model, made as its HiCache makes them, and what moves pages between them and the device.
+"""SGLang's host pools of one model, built as its HiCache builds them, and the copies between them and the device.
 
-So what is copied through them is byte for byte what HiCache stores, under the same identity. The linker's staging
-memory (``Staging``) and the host memory of a decode node (decode_manager.py) are such pools.
+Pages copied through them are therefore byte for byte those that HiCache stores, under the same identity. The linker's
+staging memory (``Staging``) and the host memory of a decode node (decode_manager.py) are such pools.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hicache_ext.sglang.served_pools import KV
 
 
 class ModelPools:
-    """The pools of a model by component: the pool that a component names, and those that lie on its pages."""
+    """The pools of a model by component: the component's own pool, and those that share its page indices."""
 
     def __init__(self, params: Any, components: Iterable[Any], **storage: Any) -> None:
-        """``params``: SGLang's CacheInitParams. ``storage``: what its controller is to know of a storage backend.
+        """``params`` is SGLang's CacheInitParams; ``storage`` describes the storage backend to its controller.
 
         Raises UnsupportedError for a model that HiCache does not serve either.
         """
@@ -46,7 +46,7 @@ class ModelPools:
                 **storage,
             )
             if getattr(params, "sidecar_draft_device_pools", ()):
-                # SGLang's tree adds these to what its strategies have built.
+                # SGLang's tree, not its strategies, adds these pools.
                 specs, entries = build_hicache_draft_sidecars(
                     draft_device_pools=params.sidecar_draft_device_pools,
                     tree_cache=SimpleNamespace(cache_controller=built.cache_controller),
@@ -61,23 +61,23 @@ class ModelPools:
             raise UnsupportedError(f"the KV pool {kind}", f"SGLang makes no host pools for it ({error})") from error
         self.group = built.host_pool_group
         self.controller = built.cache_controller
-        self.states_beside_the_pools = bool(built.register_req_to_token_counter)
+        self.has_request_states = bool(built.register_req_to_token_counter)
         """Whether the pool of requests has layers to wait for, too (Mamba)."""
         self.host_pools = {name_of(name): entry.host_pool for name, entry in self.group.entry_map.items()}
-        beside = {name_of(spec.pool_name): name_of(spec.indices_from_pool) for spec in built.sidecars}
+        owners = {name_of(spec.pool_name): name_of(spec.indices_from_pool) for spec in built.sidecars}
         self.policies = {name_of(spec.pool_name): spec.hit_policy for spec in built.sidecars}
         self.pools_on = {
-            source: [*[name for name, of in beside.items() if of == source and name in self.host_pools], source]
+            source: [*[name for name, owner in owners.items() if owner == source and name in self.host_pools], source]
             for source in self.host_pools
-            if source not in beside
+            if source not in owners
         }
-        """Component -> the pools that lie on its pages; its own comes last."""
+        """Component -> the pools that share its page indices; its own comes last."""
         self.page_sizes = {source: int(self.host_pools[source].page_size) for source in self.pools_on}
 
     def operation(self, parts: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> Any:
-        """What SGLang's controller moves: the pages of the anchor, and beside it those of the other pools.
+        """Return an operation for SGLang's controller: the pages of the anchor, with those of the other pools attached.
 
-        ``parts``: component, host indices, device indices.
+        ``parts`` yields component, host indices, device indices.
         """
         host: dict[str, list[torch.Tensor]] = {}
         device: dict[str, list[torch.Tensor]] = {}
@@ -85,21 +85,21 @@ class ModelPools:
             for name in self.pools_on[source]:
                 host.setdefault(name, []).append(host_indices)
                 device.setdefault(name, []).append(device_indices)
-        nothing = torch.empty(0, dtype=torch.int64)
+        empty = torch.empty(0, dtype=torch.int64)
         anchor = name_of(self.group.anchor_entry.name)
-        on_device = nothing.to(self.controller.device)
+        device_empty = empty.to(self.controller.device)
         return CacheOperation(
-            _joined(host.pop(anchor, [nothing])),
-            _joined(device.pop(anchor, [on_device])),
-            -1,  # nobody asks for it by number
+            _join(host.pop(anchor, [empty])),
+            _join(device.pop(anchor, [device_empty])),
+            -1,  # the node id, which nobody uses
             pool_transfers=[
-                PoolTransfer(PoolName(name), host_indices=_joined(host[name]), device_indices=_joined(device[name]))
+                PoolTransfer(PoolName(name), host_indices=_join(host[name]), device_indices=_join(device[name]))
                 for name in host
             ],
         )
 
     def alloc(self, source: str, pages: int) -> torch.Tensor | None:
-        """Indices of so many pages of a component; None where there are not so many."""
+        """Allocate ``pages`` pages of a component; return their indices, or None if there are not enough."""
         indices: torch.Tensor | None = self.group.alloc(pages * self.page_sizes[source], pool=PoolName(source))
         return indices
 
@@ -110,20 +110,20 @@ class ModelPools:
         return int(self.host_pools[source].available_size()) // self.page_sizes[source]
 
     def used_tokens(self) -> int:
-        """Of the anchor."""
+        """Return the tokens in use in the anchor pool."""
         anchor = self.group.anchor_entry.host_pool
         return int(anchor.size - anchor.available_size())
 
 
-def _joined(indices: list[torch.Tensor]) -> torch.Tensor:
-    """Without a copy on the device where there is nothing to join."""
+def _join(indices: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate ``indices``; a single tensor is returned without a copy on the device."""
     return indices[0] if len(indices) == 1 else torch.cat(indices)
 
 
 # -- staging memory of the external linker (linker.py) -----------------------------------------------------------------
 
 PORTION_PAGES = 128
-"""Pages of a portion, at most: as many as SGLang gives its storage at once."""
+"""Most pages of a portion: as many as SGLang passes to its storage in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ class Pages:
 
 
 def pages_of(transfers: Sequence[Any], page_sizes: Mapping[str, int]) -> list[Pages]:
-    """The pages of SGLang's transfers that have both keys and places on the device; KV last.
+    """Return the pages of SGLang's transfers that have both keys and device indices.
 
-    KV last: where it is found, what lies beside it was written before. Raises UnsupportedError where the indices are
-    not whole pages.
+    KV comes last: whoever finds it can rely on the other pools having been written. Raises UnsupportedError if the
+    indices are not whole pages.
     """
     found = []
     for transfer in transfers:
@@ -162,21 +162,21 @@ def pages_of(transfers: Sequence[Any], page_sizes: Mapping[str, int]) -> list[Pa
 
 Side = Literal["load", "offload"]
 
-_LEAST_PAGES = 4
-"""Pages of each pool, two for each direction."""
+_MIN_PAGES = 4
+"""Fewest pages of each pool: two for each direction."""
 
 
 @dataclass(slots=True, eq=False)
 class Portion:
-    """Pages of one component in staging memory. ``release`` gives the memory back; again is free."""
+    """Pages of one component in staging memory. ``release`` returns the memory; it is idempotent."""
 
     pages: Pages
     side: Side
     staging: Staging
     host_indices: torch.Tensor
-    """Of ``pages``."""
+    """Host indices of ``pages``."""
     memory: torch.Tensor
-    """All that was taken."""
+    """Host indices of all the memory that was taken."""
     _held: bool = field(default=True)
 
     def release(self) -> None:
@@ -189,7 +189,7 @@ class Portion:
                 staging.changed.notify_all()
 
     def read(self, reader: HiCacheExtBackend) -> bool:
-        """Fill it with stored pages of all its pools; whether all of them are there. Where not, it is released."""
+        """Read its pages from the store, for all its pools; return whether all were found. If not, release it."""
         for name in self.staging.pools_on[self.pages.source]:
             pool = reader.served.usable(name)
             if pool is None or not reader.read_whole(pool, self.pages.keys, self.host_indices):
@@ -197,15 +197,15 @@ class Portion:
                 return False
         return True
 
-    def give_places(self, wanted: Pages) -> None:
-        """Keep those of its pages that are wanted, with their places on the device."""
-        place = {key: number for number, key in enumerate(wanted.keys)}
-        kept = [(number, place[key]) for number, key in enumerate(self.pages.keys) if key in place]
+    def assign_slots(self, wanted: Pages) -> None:
+        """Keep only the wanted ones of its pages, with the device indices from ``wanted``."""
+        position = {key: number for number, key in enumerate(wanted.keys)}
+        kept = [(number, position[key]) for number, key in enumerate(self.pages.keys) if key in position]
         size = wanted.page_size
-        mine, theirs = self.host_indices.view(-1, size), wanted.device_indices.view(-1, size)
+        host, device = self.host_indices.view(-1, size), wanted.device_indices.view(-1, size)
         keys = [wanted.keys[number] for _, number in kept]
-        self.host_indices = mine[[number for number, _ in kept]].reshape(-1)
-        self.pages = Pages(wanted.source, keys, theirs[[number for _, number in kept]].reshape(-1), size)
+        self.host_indices = host[[number for number, _ in kept]].reshape(-1)
+        self.pages = Pages(wanted.source, keys, device[[number for _, number in kept]].reshape(-1), size)
 
 
 def release(portions: Sequence[Portion]) -> None:
@@ -216,27 +216,27 @@ def release(portions: Sequence[Portion]) -> None:
 class Staging(ModelPools):
     """The host memory through which a linker's pages pass between the device and the tiers.
 
-    In the layout page_first, a small fraction of the size of HiCache's pools. Pages move between it and the device as
-    HiCache moves them, through the copy engines or SGLang's own path. Each direction has half of it, so that a slow
-    store that nobody reads from keeps no request from its pages. Threads: any; copies go one after the other.
+    Its layout is page_first, its size a small fraction of HiCache's pools. Pages move between it and the device as
+    HiCache moves them, through the copy engines or SGLang's own path. Each direction has half of it, so that offloads
+    to a slow store never keep a request from loading its pages. Thread-safe; copies are serialised.
     """
 
     def __init__(self, params: Any, components: set[Any], size: int) -> None:
-        """``size`` in bytes, of all pools together. Raises UnsupportedError for a model that HiCache does not serve
-        either, or where ``size`` is too small for it."""
+        """``size`` is the total of all pools in bytes. Raises UnsupportedError for a model that HiCache does not serve
+        either, or if ``size`` is too small for it."""
         with _small_pools(params, size):
             super().__init__(params, components)
         self.layers: int = self.controller.transfer_layer_id_max
         self.changed = threading.Condition()
-        """Around ``used``, and told when some of it is given back."""
+        """Guards ``used``; notified when memory is returned."""
         self._copying = threading.Lock()
         self.limits: dict[str, int] = {}
-        """Component -> the pages that each direction has, at most."""
+        """Component -> most pages that each direction may hold."""
         self.used: dict[tuple[Side, str], int] = {}
         for source, page_size in self.page_sizes.items():
             pages = int(self.host_pools[source].available_size()) // page_size
-            if pages < _LEAST_PAGES:
-                least = f"pool {source!r} gets {pages} pages of it, and needs {_LEAST_PAGES}"
+            if pages < _MIN_PAGES:
+                least = f"pool {source!r} gets {pages} pages of it, and needs {_MIN_PAGES}"
                 raise UnsupportedError("this staging memory", least, "set hicache_ext.linker.staging to more")
             self.limits[source] = pages // 2
             self.used["load", source] = self.used["offload", source] = 0
@@ -247,38 +247,38 @@ class Staging(ModelPools):
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def portion_pages(self, source: str) -> int:
-        """Pages that pass at once; two portions fit into each direction's half."""
+        """Return the pages per portion; two portions fit into each direction's half."""
         return max(1, min(PORTION_PAGES, self.limits[source] // 2))
 
     def take(self, side: Side, pages: Pages, seconds: float) -> Portion | None:
-        """Memory for these pages, waiting for it; None where none becomes free."""
+        """Take memory for these pages, waiting up to ``seconds``; None if none becomes free."""
         count = len(pages.keys)
         with self.changed:
-            place = (side, pages.source)
-            if not self.changed.wait_for(lambda: self.used[place] + count <= self.limits[pages.source], seconds):
+            usage = (side, pages.source)
+            if not self.changed.wait_for(lambda: self.used[usage] + count <= self.limits[pages.source], seconds):
                 return None
             indices = self.alloc(pages.source, count)
             if indices is None:
                 return None
-            self.used[place] += count
+            self.used[usage] += count
         return Portion(pages, side, self, indices, indices)
 
     def pages_in_use(self, side: Side) -> int:
         with self.changed:
-            return sum(used for (of, _), used in self.used.items() if of == side)
+            return sum(used for (used_by, _), used in self.used.items() if used_by == side)
 
     def destroy(self) -> None:
-        """Give the memory back to the system; nothing may use it any more."""
+        """Return the memory to the system; nothing may use it afterwards."""
         self.group.destroy()
 
     def enter_thread(self) -> None:
-        """To be called by a thread before it waits for events or copies: its device is the first one otherwise."""
+        """Select the device. Each thread must call this before it waits for events or copies, or it uses device 0."""
         self._module.set_device(self._device)
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def gather(self, portion: Portion) -> None:
-        """Copy from the device; returns when it is done. Raises what SGLang raises."""
+        """Copy from the device; return when the copy is done. Raises what SGLang raises."""
         with self._submitting():
             operation = self._operation([portion])
             moved = self.controller._move_write_operation(operation)
@@ -286,9 +286,9 @@ class Staging(ModelPools):
         completion.finish_event.synchronize()
 
     def scatter(self, portions: Sequence[Portion], layer_done: Callable[[int], None] | None = None) -> None:
-        """Copy to the device, layer by layer; ``layer_done`` is told of each in turn, once it is there.
+        """Copy to the device, layer by layer; call ``layer_done`` with each layer in order, once it has arrived.
 
-        Returns when all of it is done; also when it raises, nothing is written any more.
+        Returns when all copies are done; even if it raises, no copy is still in flight.
         """
         events: list[Any] = []
 
@@ -313,7 +313,7 @@ class Staging(ModelPools):
 
     @contextmanager
     def _submitting(self) -> Iterator[None]:
-        # SGLang's engine, and ours under it, are made for one thread.
+        # SGLang's engine, and ours under it, allow one thread at a time.
         with self._copying, self._module.stream(self._stream):
             yield
 
@@ -323,7 +323,7 @@ class Staging(ModelPools):
 
 @contextmanager
 def _small_pools(params: Any, size: int) -> Iterator[None]:
-    """In which SGLang makes host pools of ``size`` bytes together, where a linker can use them at all."""
+    """Make SGLang build host pools of ``size`` bytes in total. Raises UnsupportedError if a linker can't use them."""
     from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
     from sglang.srt.runtime_context import get_memory, get_parallel
 
@@ -332,11 +332,11 @@ def _small_pools(params: Any, size: int) -> Iterator[None]:
     if get_parallel().attn_dcp_size > 1:
         raise UnsupportedError("--dcp-size", "a page is spread over ranks", "use --enable-hierarchical-cache")
     if params.sidecar_draft_device_pools:
-        # SGLang adds these to its host pools in another place.
+        # SGLang adds these pools to its host pools elsewhere.
         reason = "it has pools of its own beside the target's"
         raise UnsupportedError("this draft model", reason, "use --enable-hierarchical-cache")
     for name in ("base", "mamba", "unified"):
-        logging.getLogger(f"sglang.srt.mem_cache.pool_host.{name}").addFilter(_says_something_else)
+        logging.getLogger(f"sglang.srt.mem_cache.pool_host.{name}").addFilter(_is_no_size_warning)
     settings = {
         "hicache_mem_layout": "page_first",
         "hicache_io_backend": "kernel",
@@ -345,12 +345,12 @@ def _small_pools(params: Any, size: int) -> Iterator[None]:
         "hicache_ratio": 1.0,
         "hicache_write_policy": "write_through",
     }
-    # Twice: SGLang rounds each pool up by a page, and makes some as large as others.
+    # Allow twice the size: SGLang rounds each pool up by a page, and makes some as large as others.
     with get_memory().override(**settings), host_memory_budget_scope(2 * size + (1 << 30)):
         yield
 
 
-def _says_something_else(record: logging.LogRecord) -> bool:
-    """Whether it is not SGLang's warning that host pools are smaller than the device's: these are meant to be, and a
+def _is_no_size_warning(record: logging.LogRecord) -> bool:
+    """Return False for SGLang's warning that host pools are smaller than the device's: these are meant to be, and a
     server with a linker has no others."""
     return "smaller than the device pool" not in str(record.msg)

@@ -1,4 +1,4 @@
-"""Which weights this server computes its KV with: target, drafts, adapters; at the start and after online updates."""
+"""Identifies the weights behind this server's KV: target, drafts, adapters; at startup and after online updates."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from hicache_ext.sglang.process import LoadedModel, attached_backends
 logger = logging.getLogger(__name__)
 
 
-# -- weights at the start ----------------------------------------------------------------------------------------------
-# Every model of a server, target or draft, goes through ``ModelRunner.load_model``.
-# The hook on it notes the files before the load, lets them be read meanwhile (fingerprint.py), and looks once more
-# afterwards. It also says what SGLang has resolved the launch arguments to: dtypes and quantisation live in the runner.
+# -- weights at startup ------------------------------------------------------------------------------------------------
+# Every model of a server, target or draft, goes through ``ModelRunner.load_model``. The hook on it records the files
+# before the load, has them read during it (fingerprint.py), and checks them again afterwards. It also keeps the runner,
+# which has the resolved dtypes and quantisation.
 #
-# Draft weights count because KV of draft layers lies in the same pages as the target's (EAGLE, MTP) or in pools of its
-# own. A draft in the target's own files (MTP layers of one checkpoint) adds nothing.
+# Draft weights count because draft layers keep their KV in the target's pages (EAGLE, MTP) or in pools of their own.
+# A draft in the target's own files (MTP layers of one checkpoint) adds nothing.
 
 RECORDS = "weights"
-"""The directory beside a tier's pages in which digests of weight files are remembered."""
+"""The directory next to a tier's pages in which digests of weight files are cached."""
 
 _FROM_FILES = frozenset(
     {"auto", "pt", "safetensors", "instanttensor", "npcache", "sharded_state", "gguf", "bitsandbytes", "mistral"}
     | {"layered", "fastsafetensors", "runai_streamer"}
 )
-"""Values of ``--load-format`` with which the weights are what lies in the files at ``--model-path``."""
+"""Values of ``--load-format`` that load the weights from the files at ``--model-path``."""
 _DUMMY = "dummy"
-"""No files: random weights, the same in every server."""
+"""The value for random weights without files, the same in every server."""
 
 
 def around_load(original: Callable[..., Any], runner: Any, *arguments: Any, **named: Any) -> Any:
     """AROUND hook on ModelRunner.load_model [scheduler thread, before the server answers anything]."""
-    before = _quietly(_noted, runner)
+    before = _quietly(_fingerprint_of, runner)
     result = original(runner, *arguments, **named)
-    _quietly(_look_again, runner, before)
+    _quietly(_record_load, runner, before)
     return result
 
 
@@ -61,15 +61,15 @@ def after_late_load(_: Any, runner: Any, *__: Any, **___: Any) -> None:
 
 
 def problem_of(weights: Sequence[ModelFingerprint]) -> str | None:
-    """Why the weights cannot be identified."""
+    """Return why the weights cannot be identified; None if they can."""
     return next((model.problem for model in weights if model.problem is not None), None)
 
 
 def weights_of_server(facts: LaunchFacts) -> list[ModelFingerprint]:
-    """Of the server in this process, the target's first. Where the hook saw no load (it is not in force), the files as
-    they are now.
+    """Return the fingerprints of this process's server, the target's first. If the hook saw no load (it is not in
+    force), use the files as they are now.
 
-    Raises UnsupportedError where the weights do not come from files.
+    Raises UnsupportedError if the weights do not come from files.
     """
     elsewhere = [f"--{argument}" for argument in facts.weights_from_elsewhere]
     formats = {"load-format": facts.load_format, "speculative-draft-load-format": facts.draft_load_format or "auto"}
@@ -95,13 +95,13 @@ def weights_of_server(facts: LaunchFacts) -> list[ModelFingerprint]:
 
 
 def records_directory(config: HicacheExtConfig) -> Path | None:
-    """Where digests of weight files are remembered: beside the identities of the first tier that keeps them in a
-    directory, None without one."""
+    """Return where digests of weight files are cached: next to the identities of the first tier that keeps them in a
+    directory; None without such a tier."""
     kept = [tier.directories() for tier in config.tiers.values() if tier.keeps_identities and not tier.remote]
     return next((Path(directories[0]) / RECORDS for directories in kept if directories), None)
 
 
-def _noted(runner: Any) -> ModelFingerprint:
+def _fingerprint_of(runner: Any) -> ModelFingerprint:
     config = runner.model_config
     path, revision = str(config.model_path), getattr(config, "revision", None)
     for model in process.loaded:
@@ -113,31 +113,31 @@ def _noted(runner: Any) -> ModelFingerprint:
     fingerprint = ModelFingerprint(path, revision, weights=load_format != _DUMMY)
     if fingerprint.found and (configured := _configured()) is not None and configured.model.fingerprint == "auto":
         directory = records_directory(configured)
-        # The tier makes its own directory. The backend, which comes behind it, then begins.
+        # The tier creates its directory itself; if it is still missing, the backend starts the fingerprint later.
         if directory is None or directory.parent.is_dir():
             fingerprint.start(directory)
     return fingerprint
 
 
-def _look_again(runner: Any, before: ModelFingerprint | None) -> None:
+def _record_load(runner: Any, before: ModelFingerprint | None) -> None:
     if before is None or not before.found or not before.loaded():
-        before = _noted(runner)  # SGLang has fetched files meanwhile
+        before = _fingerprint_of(runner)  # SGLang has fetched files meanwhile
     draft = bool(getattr(runner, "is_draft_worker", False))
     process.loaded.append(LoadedModel(runner, draft, before))
 
 
 def _configured() -> HicacheExtConfig | None:
-    """What this server's backend will be configured with; None where it has no such backend (yet)."""
+    """Return the configuration of this server's backend; None if it has no such backend (yet)."""
     if resolved("hicache_storage_backend") != "dynamic":
         return None
     try:
         return load_document(resolved("hicache_storage_backend_extra_config")).hicache_ext
     except HicacheExtError:
-        return None  # somebody else's backend; or ours, whose constructor says what is wrong
+        return None  # another backend, or ours, whose constructor reports the problem
 
 
 def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
-    """SGLang's load goes on whatever happens here; the backend finds nothing noted, and begins by itself."""
+    """Call without raising, so that SGLang's load continues; the backend then reads the weights itself."""
     try:
         return call(*arguments)
     except Exception as error:  # noqa: BLE001
@@ -146,16 +146,16 @@ def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 # -- online updates ----------------------------------------------------------------------------------------------------
-# SGLang does not tell its storage backend of them. Every call that may change weights counts as a change, before it
+# SGLang does not tell its storage backend about them. Every call that may change weights counts as a change, before it
 # runs and also if it fails: an update that stops half-way leaves unknown weights. From then on the backend serves and
-# stores nothing until SGLang has flushed its caches, because L1 and L2 hold KV of the old weights. With the flush a new
-# weights epoch begins, hence other keys.
+# stores nothing until SGLang has flushed its caches, because L1 and L2 hold KV of the old weights. The flush starts a
+# new weights epoch, hence other keys.
 #
-# An epoch is a random number drawn by the first rank of a tensor-parallel group and broadcast to the others, which
-# SGLang brings to the same point. No other launch or update has the same. Reasons: docs/decisions/weights-identity.md.
+# An epoch is a random number drawn by the first rank of a tensor-parallel group and broadcast to the other ranks, which
+# SGLang brings to the same point. Each launch or update gets another. Reasons: docs/decisions/weights-identity.md.
 
 updated_to: str | None = None
-"""The epoch of the last update in this process; None while the weights are those that were loaded."""
+"""The epoch of the last update in this process; None while the weights are as loaded."""
 flushed = True
 """Whether SGLang's caches hold nothing from before that update."""
 
@@ -170,9 +170,9 @@ def before_update(manager: Any, *_: Any, **__: Any) -> None:
 
 
 def before_release(manager: Any, recv_req: Any, *_: Any, **__: Any) -> None:
-    """BEFORE hook [scheduler thread]: memory of the weights is released, and comes back with any content."""
+    """BEFORE hook [scheduler thread]: the weights' memory is released, and is undefined when it is resumed."""
     tags = getattr(recv_req, "tags", None)
-    # Unless SGLang keeps a backup of them in host memory and restores it.
+    # The weights survive if SGLang backs them up in host memory and restores them.
     if (not tags or "weights" in tags) and not resolved_or("enable_weights_cpu_backup", False):
         before_update(manager)
 
@@ -193,7 +193,7 @@ def after_flush(result: Any, *_: Any, **__: Any) -> None:
 
 
 def _agreed(group: Any) -> str:
-    """A random number, equal on all ranks of ``group``. Ranks that cannot agree get different ones: misses, no harm."""
+    """Return a random number equal on all ranks of ``group``. Ranks that cannot agree differ, which only costs hits."""
     drawn = [uuid.uuid4().hex[:16]]
     try:
         import torch.distributed as ranks
@@ -209,14 +209,14 @@ def _agreed(group: Any) -> str:
 # Adapters of equal weights share pages, adapters of different weights never do.
 #
 # SGLang names adapters by a ``lora_id`` (a digest of name and path, or a random number for one loaded over HTTP), which
-# is part of a request's ``extra_key`` and so of its page hashes. Two hooks: after an adapter is loaded, its content is
-# digested; when a request is made, the digest replaces the ``lora_id`` in its ``extra_key``. Radix tree, host memory,
-# storage and decode nodes follow from there.
+# is part of a request's ``extra_key`` and so of its page hashes. After an adapter is loaded, one hook digests its
+# content; when a request is constructed, another replaces the ``lora_id`` in its ``extra_key`` by the digest. Radix
+# tree, host memory, storage and decode nodes then use the digest.
 #
-# The digest is of the tensors that SGLang holds: equal on all ways to load (path, HTTP, tensors), and no file can
-# change in between. The tensors may be mapped from a file, and SGLang copies them to the device repeatedly. So they are
-# made private here, or an adapter overwritten in place would change in the running server. Incidents and choices:
-# docs/decisions/weights-identity.md.
+# The digest covers the tensors that SGLang holds: it is equal for all ways to load (path, HTTP, tensors), and no file
+# can change in between. The tensors may be mapped from a file, and SGLang copies them to the device repeatedly, so an
+# adapter overwritten in place would change in the running server: they are copied to private memory here. Incidents and
+# choices: docs/decisions/weights-identity.md.
 
 _DOMAIN = b"hicache_ext/adapter/1\0"
 _NOT_SHAPING = ("base_model_name_or_path", "inference_mode", "revision", "task_type", "auto_mapping", "peft_version")
@@ -224,11 +224,11 @@ _NOT_SHAPING = ("base_model_name_or_path", "inference_mode", "revision", "task_t
 _THREADS = 4
 
 _digests: dict[str, str] = {}
-"""SGLang's lora_id -> digest, for every adapter loaded in this process. No id is used twice."""
+"""SGLang's lora_id -> digest, for every adapter loaded in this process. Ids are never reused."""
 
 
 def after_lora_start(_: Any, manager: Any, *__: Any, **___: Any) -> None:
-    """AFTER hook: the adapters of the command line are loaded, and the modules that they apply to are known."""
+    """AFTER hook: the adapters of the command line are loaded, and the modules they apply to are known."""
     for lora_id, lora_ref in manager.lora_refs.items() if uses_storage() else ():
         _identify(manager, lora_id, lora_ref.lora_name)
 
@@ -246,7 +246,7 @@ def _identify(manager: Any, lora_id: str, name: str) -> None:
         digest = adapter_digest(adapter, manager.target_modules)
         logger.info("hicache_ext: pages of LoRA adapter %s have the adapter digest %s", name, digest)
     except Exception:
-        digest = _unheard_of()
+        digest = _unique_digest()
         logger.exception("hicache_ext: LoRA adapter %s cannot be identified; its KV is not reused", name)
     _digests[lora_id] = digest
 
@@ -261,15 +261,15 @@ def after_request(_: Any, request: Any, *__: Any, **___: Any) -> None:
     if digest is None and not uses_storage():
         return
     if digest is None:
-        digest = _digests[lora_id] = _unheard_of()
+        digest = _digests[lora_id] = _unique_digest()
         logger.error("hicache_ext: LoRA adapter %s was loaded unseen; its KV is not reused", lora_id)
     request.extra_key = namespaced_extra_key(request.extra_key.removesuffix(lora_id), digest)
 
 
 def adapter_digest(adapter: Any, server_modules: Collection[str]) -> str:
-    """32 hexadecimal digits over everything that a loaded LoRAAdapter adds to the base model.
+    """Return a digest, 32 hexadecimal digits, of everything that a loaded LoRAAdapter adds to the base model.
 
-    ``server_modules``: the modules to which the server applies adapters. It ignores tensors of others.
+    ``server_modules`` are the modules to which the server applies adapters; it ignores tensors of other modules.
     """
     config = {name: value for name, value in adapter.config.hf_config.items() if name not in _NOT_SHAPING}
     if isinstance(config.get("target_modules"), list | set | tuple):
@@ -287,13 +287,13 @@ def adapter_digest(adapter: Any, server_modules: Collection[str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _unheard_of() -> str:
-    """A random digest: its pages are never found by another adapter, nor by this one after a restart."""
+def _unique_digest() -> str:
+    """Return a random digest: no other adapter finds its pages, nor does this one after a restart."""
     return uuid.uuid4().hex
 
 
 def _tensors_of(adapter: Any) -> list[dict[str, torch.Tensor]]:
-    """SGLang's own dictionaries, of every layer and of the embeddings."""
+    """Return SGLang's own dictionaries of every layer and of the embeddings."""
     return [*(layer.weights for layer in adapter.layers), adapter.embedding_layers, adapter.added_tokens_embeddings]
 
 

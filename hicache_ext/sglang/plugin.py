@@ -1,7 +1,7 @@
 """The entry point of SGLang's plugin group ``sglang.srt.plugins``: the hooks on SGLang (used_names.py lists them).
 
 SGLang calls ``register`` in each of its processes before anything runs, applies what was registered (``load_plugins``),
-and only logs what fails. So the backend's constructor asks ``not_in_force``. A hook is registered where this release
+and only logs failures. So the backend's constructor checks ``not_in_force``. A hook is registered only if this release
 can have its feature (used_names.py).
 """
 
@@ -15,19 +15,19 @@ from hicache_ext.sglang.used_names import COPIES, HOOKED, HOOKS, Feature, Use, b
 
 
 def register(features: Collection[Feature] = HOOKED) -> None:
-    """Put the hooks of ``features`` into SGLang's registry, as far as this release and machine want them.
+    """Put the hooks of ``features`` into SGLang's registry, as far as this release and machine need them.
 
-    Again is free. Raises UnsupportedError for an SGLang that is too old.
+    Idempotent. Raises UnsupportedError for an SGLang that is too old.
     """
     refuse_old_release()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     off = features_off(check_installed())
-    # SGLang's own record, which has no public form: without it only "again" is not free.
+    # SGLang's own record has no public accessor; without it only repeated calls would register twice.
     registered = getattr(HookRegistry, "_hooks", {})
     for hook in _wanted(features):
         (feature,) = hook.features
-        if feature in off and not (feature.by_halves and callable(_resolved(hook.target))):
+        if feature in off and not (feature.partly and callable(_resolved(hook.target))):
             continue
         if not any(hook.function in entry for entry in registered.get(hook.target, ())):
             HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
@@ -36,7 +36,7 @@ def register(features: Collection[Feature] = HOOKED) -> None:
 def not_in_force(features: Collection[Feature] = HOOKED) -> dict[Feature, str]:
     """Return one sentence for each of ``features`` that is off in this process: what is missing, and what is lost.
 
-    To be asked after SGLang has applied its hooks.
+    Call it after SGLang has applied its hooks.
     """
     off = features_off(check_installed())
     found: dict[Feature, str] = {}
@@ -52,7 +52,7 @@ def not_in_force(features: Collection[Feature] = HOOKED) -> dict[Feature, str]:
 
 
 def _wanted(features: Collection[Feature]) -> list[Use]:
-    """Return the hooks that this release and this machine have use for."""
+    """Return the hooks that this release and this machine need."""
     wanted = set(features)
     if COPIES in wanted:
         from hicache_ext.sglang import kernel_hooks

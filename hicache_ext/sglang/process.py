@@ -1,5 +1,5 @@
-"""What this process of SGLang's holds, for hooks, which must not import SGLang's storage modules: the backends that are
-attached, and the models that were loaded."""
+"""The attached backends and loaded models of this SGLang process, for hooks, which must not import SGLang's storage
+modules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LoadedModel:
 
 
 loaded: list[LoadedModel] = []
-"""In the order of loading."""
+"""Models in order of loading."""
 
 
 def target() -> LoadedModel | None:
-    """None outside a server, and where the hook saw no load."""
+    """Return the target model; None outside a server, and if the hook saw no load."""
     return next((model for model in loaded if not model.draft), None)
 
 
@@ -35,5 +35,5 @@ attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def attached_backends() -> list[Any]:
-    """Backends that are not closed. Any thread."""
+    """Return the backends that are not closed. Any thread may call."""
     return list(attached)

@@ -1,7 +1,7 @@
-"""What differs between releases of SGLang, and nothing else. Imports neither torch nor SGLang before it has to.
+"""All differences between releases of SGLang. Imports neither torch nor SGLang before it has to.
 
-Which names a release must have is in used_names.py. Where a fact moved from one object to another, its function here
-finds it in every release; its name says what comes back.
+used_names.py lists the names that a release must have. Where a fact moved from one object to another, a function here
+finds it in every release.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hicache_ext.errors import UnsupportedError
 from hicache_ext.packages import how_to_install
 
 TESTED = ("0.5.21", "0.5.22", "0.5.23")
-"""The releases that the tests run with, the oldest one first."""
+"""The releases that the tests run with, oldest first."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.?(\d*)")
 
 
 def installed_release() -> str:
-    """The SGLang of this environment. Raises UnsupportedError without one."""
+    """Return the version of SGLang in this environment. Raises UnsupportedError without one."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -29,20 +29,20 @@ def installed_release() -> str:
 
 
 def is_tested(release: str) -> bool:
-    """Whether the tests run with exactly this release; what stands behind a "+" is the name of a build."""
+    """Return whether the tests run with exactly this release; a suffix after "+" only names a build."""
     return release.split("+")[0] in TESTED
 
 
 def comes_with(release: str, since: str) -> bool:
-    """Whether ``release`` is ``since`` or newer."""
+    """Return whether ``release`` is ``since`` or newer."""
     return _numbers(release) >= _numbers(since)
 
 
 def refuse_old_release(release: str | None = None) -> None:
-    """Raises UnsupportedError for a release that is older than the oldest tested one.
+    """Raise UnsupportedError for a release that is older than the oldest tested one.
 
-    Releases before it lack calls that this package answers, left LoRA and cache_salt out of page hashes in places, and
-    gave memory away that a decode node's copy still read.
+    Earlier releases lack calls that this package implements, left LoRA and cache_salt out of some page hashes, and
+    freed memory that a decode node's copy was still reading.
     """
     release = installed_release() if release is None else release
     if not comes_with(release, TESTED[0]):
@@ -50,7 +50,7 @@ def refuse_old_release(release: str | None = None) -> None:
 
 
 def untested(release: str) -> str | None:
-    """The warning for a release that was not tested; None for one that was."""
+    """Return the warning for an untested release; None for a tested one."""
     if is_tested(release):
         return None
     return (
@@ -65,17 +65,17 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def other_release() -> str:
-    """What to do about a release that is not served: which one to take instead is the user's to say."""
+    """Return the remedy for an unsupported release; the choice among the tested ones is the user's."""
     return f"tested are {', '.join(TESTED)}"
 
 
-# -- what storage calls hand over --------------------------------------------------------------------------------------
+# -- arguments of storage calls ----------------------------------------------------------------------------------------
 
 
 def hit_policy(policy: Any) -> Literal["all_pages", "trailing_pages", "none", "unknown"]:
-    """What of a pool's pages must be there for a prefix to be restored.
+    """Return which of a pool's pages must be present for a prefix to be restored.
 
-    "none": BLOCK_GROUPS, since 0.5.22; it never gates a hit. "unknown": a policy of a release to come.
+    "none" stands for BLOCK_GROUPS, since 0.5.22, which never gates a hit; "unknown" for a policy of a later release.
     """
     value = getattr(policy, "value", policy)
     if value == "all_pages" or value == "trailing_pages":
@@ -84,13 +84,13 @@ def hit_policy(policy: Any) -> Literal["all_pages", "trailing_pages", "none", "u
 
 
 def rank_replicated(config: Any) -> bool:
-    """Whether all tensor-parallel ranks hold the same KV: ``is_mla_model``, which SGLang means to call what it says."""
+    """Return whether all tensor-parallel ranks hold the same KV (``is_mla_model``, which SGLang means to rename)."""
     return bool(config.is_rank_replicated if hasattr(config, "is_rank_replicated") else config.is_mla_model)
 
 
 def dcp_shard(config: Any, pool: Any) -> tuple[int, int]:
-    """(rank, size) under decode context parallelism. Until 0.5.22 only the host pool knows them, and SGLang refuses a
-    storage backend beside it at start."""
+    """Return (rank, size) under decode context parallelism. Until 0.5.22 only the host pool knows them, and SGLang
+    refuses to start with both it and a storage backend."""
     if hasattr(config, "dcp_size"):
         return config.dcp_rank, config.dcp_size
     return getattr(pool, "dcp_rank", 0), getattr(pool, "dcp_size", 1)
@@ -100,7 +100,7 @@ def dcp_shard(config: Any, pool: Any) -> tuple[int, int]:
 
 
 def release_request(request: Any, tree_cache: Any) -> None:
-    """Give back all that a finished request has on the device; its tree keeps nothing of it."""
+    """Free all device memory of a finished request; SGLang's tree keeps none of its KV."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     until_0_5_21 = "is_insert" in inspect.signature(release_kv_cache).parameters
@@ -111,7 +111,7 @@ def release_request(request: Any, tree_cache: Any) -> None:
 
 
 def pool_fact(pool: Any, name: str) -> Any:
-    """An attribute of a host pool; in 0.5.21 a plain MHA pool leaves ``v_head_dim`` to its device pool."""
+    """Return an attribute of a host pool; in 0.5.21 only a plain MHA pool's device pool has ``v_head_dim``."""
     value = getattr(pool, name, None)
     if value is None and name == "v_head_dim" and getattr(pool, "head_dim", None) is not None:
         return getattr(getattr(pool, "device_pool", None), name, None)
@@ -119,9 +119,8 @@ def pool_fact(pool: Any, name: str) -> Any:
 
 
 def kv_layout_facts(runner: Any) -> list[tuple[str, str]]:
-    """What tells the layouts of DeepSeek V4.1 apart, whose pages have equal sizes; nothing for other models.
-
-    ``runner``: the target's."""
+    """Return facts that distinguish the layouts of DeepSeek V4.1, whose pages have equal sizes; [] for other models.
+    ``runner`` is the target's."""
     pool = getattr(runner, "token_to_kv_pool", None)
     layout = getattr(getattr(pool, "kv_layout", None), "value", "v4")
     compressed = getattr(pool, "compressed_kv_layout_option", None)
@@ -129,11 +128,11 @@ def kv_layout_facts(runner: Any) -> list[tuple[str, str]]:
 
 
 def left_out_of_host_memory(runner: Any, release: str | None = None) -> str | None:
-    """What a release's host pools lack of the state of a hybrid model, so that what they restore is answered wrongly;
-    None where they have all of it. ``runner``: the target's.
+    """Return which state of a hybrid model a release's host pools lack, so that restored prompts get wrong answers;
+    None if they lack nothing. ``runner`` is the target's.
 
-    SGLang 0.5.21, seen in its source: MambaPoolHost copies ``conv`` and ``temporal`` only, and build_hybrid_mamba_stack
-    registers KV and MAMBA only. 0.5.22 and 0.5.23 have host pools for each of these.
+    According to the source of SGLang 0.5.21, MambaPoolHost copies only ``conv`` and ``temporal``, and
+    build_hybrid_mamba_stack registers only KV and MAMBA. 0.5.22 and 0.5.23 have host pools for each of these.
     """
     if comes_with(installed_release() if release is None else release, "0.5.22"):
         return None
@@ -148,23 +147,23 @@ def left_out_of_host_memory(runner: Any, release: str | None = None) -> str | No
 
 
 def format_facts(pool: Any, release: str | None = None) -> list[tuple[str, str]]:
-    """What tells packed, scaled or reordered formats of a host pool's pages apart, beside its attributes.
+    """Return facts that distinguish packed, scaled or reordered formats of a host pool's pages, besides its attributes.
 
-    The same for the same bytes, whichever tested release describes them. What an untested release writes is its own:
-    nobody has compared its bytes with those of the others.
+    All tested releases give equal facts for equal bytes. An untested release adds its own name, because its bytes were
+    never compared with those of other releases.
     """
     if hasattr(pool, "_buffer_infos"):
         texts = [_facts_of_info(info) for info in pool._buffer_infos or ()]
     else:
-        of_mha = any(kind.__name__ == "MHATokenToKVPoolHost" for kind in type(pool).__mro__)
-        texts = [_facts_of_device_pool(one) for one in _device_pools(pool)] if of_mha else []
+        is_mha = any(kind.__name__ == "MHATokenToKVPoolHost" for kind in type(pool).__mro__)
+        texts = [_facts_of_device_pool(device_pool) for device_pool in _device_pools(pool)] if is_mha else []
     facts = [(f"buffer{number}", text) for number, text in enumerate(texts)]
     release = installed_release() if release is None else release
     return facts if is_tested(release) else [*facts, ("sglang", release)]
 
 
 def _facts_of_info(info: Any) -> str:
-    """Since 0.5.23: SGLang's MHABufferInfo."""
+    """Describe SGLang's MHABufferInfo, which exists since 0.5.23."""
     facts = []
     for attribute in ("head_dim", "v_head_dim", "kv_cache_dim", "packed_fp8", "dtype"):
         value = getattr(info, attribute, None)
@@ -180,7 +179,7 @@ def _facts_of_info(info: Any) -> str:
 
 
 def _facts_of_device_pool(device_pool: Any) -> str:
-    """Until 0.5.22, from the device pool of an MHA host pool; for a plain one the same text as since."""
+    """Describe the device pool of an MHA host pool, until 0.5.22; the text of a plain one equals that of 0.5.23."""
     facts = [
         *(f"{name}={getattr(device_pool, name, None)}" for name in ("head_dim", "v_head_dim")),
         f"dtype={getattr(device_pool, 'store_dtype', None)}",
@@ -193,44 +192,44 @@ def _facts_of_device_pool(device_pool: Any) -> str:
 
 
 def _device_pools(pool: Any) -> tuple[Any, ...]:
-    """Until 0.5.22: the device pools behind a host pool, the target's first."""
+    """Return the device pools behind a host pool, the target's first; until 0.5.22."""
     target = getattr(pool, "device_pool", None)
     return () if target is None else (target, *getattr(pool, "mtp_draft_device_pools", ()))
 
 
 def _is_quantized(device_pool: Any) -> bool:
-    asked = getattr(device_pool, "is_quantized_kv_cache", None)
-    return bool(asked()) if callable(asked) else False
+    is_quantized = getattr(device_pool, "is_quantized_kv_cache", None)
+    return bool(is_quantized()) if callable(is_quantized) else False
 
 
 # -- device buffers, for copy engines ----------------------------------------------------------------------------------
 
 
 def device_buffers(pool: Any, component: str) -> tuple[Any, ...]:
-    """Of "k", "v" or, for latents, "kv": the buffers on the device, layer by layer, those of drafts last."""
-    known = getattr(pool, f"device_{component}_buffers", None)
-    if known is None:
-        known = (buffer for one in _device_pools(pool) for buffer in getattr(one, f"{component}_buffer"))
-    return tuple(known)
+    """Return the device buffers of "k", "v" or, for latents, "kv", layer by layer, those of drafts last."""
+    buffers = getattr(pool, f"device_{component}_buffers", None)
+    if buffers is None:
+        buffers = (buffer for source in _device_pools(pool) for buffer in getattr(source, f"{component}_buffer"))
+    return tuple(buffers)
 
 
 def mla_layers(pool: Any) -> tuple[list[int], dict[int, int], dict[int, int]]:
-    """The controller's numbers of the target layers that this rank owns; then for these, and for the drafts behind
-    them, the layer in the host pool and the number of the buffer on the device."""
+    """Return the controller's numbers of the target layers that this rank owns; then, for these and the draft layers
+    after them, the layer in the host pool and the number of the device buffer."""
     if hasattr(pool, "_host_layer_by_controller"):
         return list(pool._target_layer_indices), pool._host_layer_by_controller, pool._buffer_index_by_layer
-    same = {layer: layer for layer in range(pool.layer_num)}
-    return list(range(pool.target_layer_num)), same, same
+    identity = {layer: layer for layer in range(pool.layer_num)}
+    return list(range(pool.target_layer_num)), identity, identity
 
 
 def device_row_stride(pool: Any) -> int:
-    """Bytes from a token's row on the device to the next one's."""
+    """Return the bytes from a token's row on the device to the next token's row."""
     stride = getattr(pool, "device_row_stride_bytes", None)
     return int(pool.token_stride_size if stride is None else stride)
 
 
 def foreign_device_layout(pool: Any) -> str | None:
-    """Why the device buffers are not rows of tokens, as a metric label; None where they are."""
+    """Return why the device buffers are not rows of tokens, as a metric label; None if they are."""
     if hasattr(pool, "_buffer_infos"):
         for info in pool._buffer_infos:
             if info.scales is not None:
@@ -240,13 +239,13 @@ def foreign_device_layout(pool: Any) -> str | None:
         return None
     if hasattr(pool, "_native_buffers"):
         return None if pool._native_buffers is None else "device_layout"
-    for one in _device_pools(pool):
-        if _is_quantized(one):
+    for part in _device_pools(pool):
+        if _is_quantized(part):
             return "scales"
-        if getattr(one, "layer_shard_enabled", False):
+        if getattr(part, "layer_shard_enabled", False):
             return "layer_shard"
-        buffers = one.kv_buffer if hasattr(one, "kv_buffer") else (*one.k_buffer, *one.v_buffer)
-        if getattr(one, "kv_cache_layout", "nhd") != "nhd" or any(b.dim() != 3 or b.stride(-1) != 1 for b in buffers):
+        buffers = part.kv_buffer if hasattr(part, "kv_buffer") else (*part.k_buffer, *part.v_buffer)
+        if getattr(part, "kv_cache_layout", "nhd") != "nhd" or any(b.dim() != 3 or b.stride(-1) != 1 for b in buffers):
             return "device_layout"
         if not hasattr(pool, "device_row_stride_bytes") and not all(b.is_contiguous() for b in buffers):
             return "device_layout"
@@ -257,21 +256,21 @@ def foreign_device_layout(pool: Any) -> str | None:
 
 
 def end_registration(backend: Any) -> None:
-    """Tell a storage backend that all host pools are registered, where SGLang does: since 0.5.23."""
-    told = getattr(backend, "on_host_pools_registered", None)
-    if told is not None:
-        told()
+    """Notify a storage backend that all host pools are registered, as SGLang does since 0.5.23."""
+    notify = getattr(backend, "on_host_pools_registered", None)
+    if notify is not None:
+        notify()
 
 
 def mha_host_arguments(device_pool: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
-    """What the constructor of MHATokenToKVPoolHost takes of its device pool: first argument and keywords."""
+    """Return the constructor arguments of MHATokenToKVPoolHost for a device pool: first argument and keywords."""
     if not hasattr(device_pool, "_mha_buffer_info"):
         return device_pool, {}
     return device_pool._mha_buffer_info(), host_range(device_pool, tokens)
 
 
 def host_range(device_pool: Any, tokens: int) -> dict[str, Any]:
-    """The keywords that the constructors of all host pools take of a device pool."""
+    """Return the keywords for a device pool that the constructors of all host pools take."""
     return {
         "device_capacity_tokens": tokens,
         "start_layer": device_pool.start_layer,

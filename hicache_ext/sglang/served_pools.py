@@ -1,8 +1,8 @@
-"""The host pools that SGLang registered, and the identities of their pages under the weights of now.
+"""The host pools that SGLang registered, and the identities of their pages under the current weights.
 
-A page may be stored or served only while the weights are identified, SGLang's caches hold nothing of older ones, and
+A page may be stored or served only while the weights are identified, SGLang's caches hold nothing of older weights, and
 the backend is open. Threads: the scheduler registers pools and reports updates, a thread that reads files reports the
-weights, and any thread looks a pool up.
+weights, and any thread looks up pools.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ logger = logging.getLogger(__name__)
 
 KV: str = PoolName.KV.value
 ONE_FOR_ALL = ("tp_rank", "pp_rank", "attn_cp_rank", "dcp_rank")
-"""One process speaks and acts for all that differ in these ranks alone."""
+"""Ranks of a replica: one process acts for all processes that differ only in these."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundPool:
-    """A registered host pool: its memory and, per part, its identity."""
+    """A registered host pool: its memory, and one identity per part."""
 
     name: str
     pages: AnyPages | None
     """None for a logical anchor, which has no bytes to store."""
     identities: tuple[PageIdentity, ...]
     digests: tuple[bytes, ...]
-    """Of the identities; they mean nothing before the weights are identified."""
+    """Digests of the identities; meaningless before the weights are identified."""
 
 
 class ServedPools:
-    """See the module docstring. ``register`` tells the tiers an identity, ``clear`` removes this rank's pages."""
+    """See the module docstring. ``register`` adds an identity to the tiers, ``clear`` removes this rank's pages."""
 
     def __init__(
         self,
@@ -70,35 +70,35 @@ class ServedPools:
         """``ranks`` is SGLang's HiCacheStorageConfig. Raises UnsupportedError where the weights cannot be read."""
         self.bound: dict[str, BoundPool] = {}
         self.unserved: dict[str, str] = {}
-        """Pools that SGLang registered and that cannot be served, with the reason: nothing is, while there are any."""
+        """Registered pools that cannot be served -> reason. While there are any, nothing is served."""
         self.suspended = not model_weights.flushed
-        """While it is set, everything is answered as a miss and nothing is stored [set by hooks, scheduler]."""
+        """While set, every lookup is a miss and nothing is stored [set by hooks, scheduler]."""
         self.closed = self.distrusted = False
         self._ranks = ranks
         self._config = config
         self._facts = facts
-        self._tell_tiers = register
+        self._register_identity = register
         self._clear = clear
         self._clear_when_identified = False
         self._own_digests: set[bytes] = set()
         self._lock = threading.Lock()
         self.model = self._model_identity()
         self.weights = _weights_to_identify(facts, config)
-        """Of the target and of all drafts with files of their own, where they are to be identified."""
+        """Weights of the target and of all drafts with files of their own; empty if none are to be identified."""
         self.identified = not self.weights
 
     def start(self) -> None:
-        """Begin to identify the weights, where that is to be done."""
-        known = weakref.WeakMethod(self._weights_known)  # threads that read files keep no backend alive
+        """Begin to identify the weights, if required."""
+        handler = weakref.WeakMethod(self._weights_done)  # threads that read files must not keep the backend alive
 
-        def one_done() -> None:
-            if (call := known()) is not None:
+        def model_done() -> None:
+            if (call := handler()) is not None:
                 call()
 
         for model in self.weights:
             model.start(records_directory(self._config))
         for model in self.weights:
-            model.when_done(one_done)
+            model.when_done(model_done)
 
     @property
     def unavailable(self) -> bool:
@@ -107,28 +107,28 @@ class ServedPools:
         return stopped or not self.identified or bool(self.unserved)
 
     def usable(self, name: str) -> BoundPool | None:
-        """A registered pool under the identity of now; None where nothing may be stored or served.
+        """Return a registered pool under its current identity; None while nothing may be stored or served.
 
-        In this order: when the weights become known, pools get their identities before they may be used.
+        The order of the checks matters: pools get their identities before ``identified`` allows their use.
         """
         return None if self.unavailable else self.bound.get(name)
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of KV; 0 while it is not known."""
+        """Tokens per page of KV; 0 while unknown."""
         kv = self.bound.get(KV)
-        of_pool = 0 if kv is None or kv.pages is None else kv.pages.page_size
-        return int(getattr(self._ranks, "logical_page_size", None) or of_pool)
+        physical = 0 if kv is None or kv.pages is None else kv.pages.page_size
+        return int(getattr(self._ranks, "logical_page_size", None) or physical)
 
-    def bind_beside(self, name: str, pool: Any) -> None:
-        """A host pool beside the first, at any time. Never raises: SGLang registers some when it already serves.
+    def try_bind(self, name: str, pool: Any) -> None:
+        """Bind a further host pool, at any time. Never raises: SGLang registers some while it already serves.
 
-        One that cannot be served is named in the log and in the metrics. As long as it is there nothing is stored or
-        served: SGLang restores no prefix without all of its pools, so the others would be kept for nothing.
+        A pool that cannot be served is named in the log and in the metrics. As long as it exists nothing is stored or
+        served: SGLang restores no prefix without all of its pools, so the others would be kept in vain.
         """
         try:
             self.bind(name, pool)
-        except Exception as error:  # noqa: BLE001 - a pool of a kind that nobody knows may raise anything
+        except Exception as error:  # noqa: BLE001 - a pool of an unknown kind may raise anything
             reason = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
             self.bound.pop(name, None)
             if self.unserved.get(name) != reason:
@@ -138,7 +138,7 @@ class ServedPools:
             self.unserved.pop(name, None)
 
     def bind(self, name: str, pool: Any) -> None:
-        """A host pool of SGLang. Raises UnsupportedError for one that cannot be served."""
+        """Bind a host pool of SGLang. Raises UnsupportedError for one that cannot be served."""
         bound = self.bound.get(name)
         if bound is not None and bound.pages is not None and bound.pages.pool is pool:
             return
@@ -173,7 +173,7 @@ class ServedPools:
             described = pages.describe(dtype)
             if target is not None:
                 described = replace(described, geometry=(*described.geometry, *kv_layout_facts(target.runner)))
-            self.bound[name] = bound = self._under_model(name, pages, described, shards)
+            self.bound[name] = bound = self._bound_pool(name, pages, described, shards)
             identified = self.identified
         for codec in sorted(self._config.lossy_codecs):
             from hicache_ext.page.transforms.codec import rows_of
@@ -186,12 +186,12 @@ class ServedPools:
             self._register(bound)
 
     def on_every_rank(self, name: str) -> bool:
-        """Whether each tensor-parallel rank has its own pages in this pool."""
+        """Return whether each tensor-parallel rank has its own pages in this pool."""
         bound = self.bound.get(name)
         return bound is not None and any(identity.shard.tp[1] > 1 for identity in bound.identities)
 
     def digests_to_clear(self) -> list[bytes] | None:
-        """Of this rank's own identities; None before they have names: what is to be cleared is cleared then."""
+        """Return the digests of this rank's identities; None, and clear later, until the weights are identified."""
         with self._lock:
             if not self.identified:
                 self._clear_when_identified = True
@@ -199,28 +199,28 @@ class ServedPools:
         return sorted(self._own_digests)
 
     def advance_weights_epoch(self, nonce: str) -> None:
-        """The weights have changed: from now on every page belongs to another identity [scheduler].
+        """Switch every page to another identity, because the weights have changed [scheduler].
 
         ``nonce`` must be equal on all ranks of this deployment and different for every update of any deployment.
         """
         epoch = self._epoch_after(nonce)
         with self._lock:
-            bounds = self._with_model(weights_epoch=epoch)
+            bounds = self._update_model(weights_epoch=epoch)
         for bound in bounds:
             self._register(bound)
         logger.info("hicache_ext: weights updated, epoch is now %s", epoch)
 
-    def _weights_known(self) -> None:
-        """Some weights are identified, or never will be; again when that changes [the thread that read them]."""
+    def _weights_done(self) -> None:
+        """Handle weights that were identified or cannot be, and any later change of that [thread that read them]."""
         if self.closed or not all(model.done.is_set() for model in self.weights):
             return
         with self._lock:
-            # Read before the problem: one that comes up meanwhile comes with a call of its own, which waits here.
+            # Read the digests before the problem: a later problem triggers its own call, which waits for this lock.
             fingerprint, *drafts = [str(model.digest) for model in self.weights]
             draft = "".join(drafts) if len(drafts) < 2 else hashlib.sha256("\0".join(drafts).encode()).hexdigest()[:32]
             problem = problem_of(self.weights)
             if problem is None:
-                self._with_model(fingerprint=fingerprint, draft=draft)
+                self._update_model(fingerprint=fingerprint, draft=draft)
                 bounds = list(self.bound.values())
             self.identified = problem is None
             clear_first, self._clear_when_identified = self._clear_when_identified, False
@@ -237,34 +237,34 @@ class ServedPools:
         logger.info("hicache_ext: weights %s%s", fingerprint, f", draft {draft}" if draft else "")
 
     def distrust(self) -> bool:
-        """Store and serve nothing any more, and remove this rank's pages; False where some stay for now."""
+        """Stop storing and serving, and remove this rank's pages; return False if some stay for now."""
         self.distrusted = True
         return self._clear()
 
-    def _with_model(self, **facts: str) -> list[BoundPool]:
-        """The lock is held. Which pools' identities are to be registered when it is not any more."""
+    def _update_model(self, **facts: str) -> list[BoundPool]:
+        """Update the model, with the lock held; return the pools to register once the lock is released."""
         self.model = replace(self.model, **facts)
         for name, bound in list(self.bound.items()):
             if bound.identities:
                 shards = [identity.shard for identity in bound.identities]
-                self.bound[name] = self._under_model(name, bound.pages, bound.identities[0].pool, shards)
+                self.bound[name] = self._bound_pool(name, bound.pages, bound.identities[0].pool, shards)
         return list(self.bound.values()) if self.identified else []
 
-    def _under_model(self, name: str, pages: AnyPages | None, pool: PoolIdentity, shards: Sequence[Shard]) -> BoundPool:
-        """A pool whose pages are of the weights as they are known now; its identities are yet to be registered."""
+    def _bound_pool(self, name: str, pages: AnyPages | None, pool: PoolIdentity, shards: Sequence[Shard]) -> BoundPool:
+        """Return a pool with identities under the current weights, which the caller must register."""
         identities = tuple(PageIdentity(self.model, pool, shard) for shard in shards)
         return BoundPool(name, pages, identities, tuple(identity.digest() for identity in identities))
 
     def _register(self, bound: BoundPool) -> None:
-        """Tell the tiers what the identities of a pool's pages are; not before the weights are identified."""
+        """Register the identities of a pool's pages with the tiers; call only after the weights are identified."""
         for identity, digest in zip(bound.identities, bound.digests, strict=True):
             self._own_digests.add(digest)
-            self._tell_tiers(digest, identity.document())
+            self._register_identity(digest, identity.document())
             logger.info("hicache_ext: pages of pool %s have identity %s", bound.name, digest.hex())
 
     def _shards(self, name: str, pool: Any) -> list[Shard]:
-        """What each part of a page is of the whole: pages are split by heads so that deployments of other TP sizes find
-        theirs (tp_lcm_size), or have one part."""
+        """Return the shard of each part of a page: pages are split by heads so that deployments of other TP sizes find
+        their parts (tp_lcm_size), or have one part."""
         ranks = self._ranks
         common = Shard(
             pp=(ranks.pp_rank, ranks.pp_size),
@@ -282,8 +282,8 @@ class ServedPools:
                 )
             replicated = False
         if replicated:
-            # SGLang gathers latents: each rank of a context-parallel group has those of all tokens. Of what else its
-            # pools may hold (states, windows), nobody looked.
+            # SGLang gathers latents: each rank of a context-parallel group has those of all tokens. This was not
+            # checked for other contents of its pools (states, windows).
             latents = pool_fact(pool, "kv_lora_rank") is not None and not self._facts.parts_of_pages
             return [replace(common, cp=(0, 1)) if latents and common.dcp[1] == 1 else common]
         lcm = ranks.tp_lcm_size
@@ -311,9 +311,9 @@ class ServedPools:
 
 
 def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> list[ModelFingerprint]:
-    """None of them where nothing is to be read: outside a server, or where the configuration says what the weights are.
+    """Return the weights to identify; none outside a server, or if the configuration already identifies them.
 
-    Raises UnsupportedError where they cannot be read.
+    Raises UnsupportedError if they cannot be read.
     """
     if facts.model_path is None:
         return []
@@ -321,7 +321,7 @@ def _weights_to_identify(facts: LaunchFacts, config: HicacheExtConfig) -> list[M
         remedy = "leave SGLANG_PLUGINS unset, or let it name hicache_ext"
         raise UnsupportedError("--enable-lora", missing[ADAPTERS], remedy)
     if config.model.fingerprint != "auto" or model_weights.updated_to is not None:
-        # The files do not hold what an update has put in their place, and its epoch is like no other.
+        # After an update the files no longer hold the weights, but its epoch is unique.
         return []
     weights = weights_of_server(facts)
     if (problem := problem_of(weights)) is not None:

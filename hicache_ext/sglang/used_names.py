@@ -1,12 +1,12 @@
 """Every name, signature and hook of SGLang that this package uses: one list, and its check against the sources of the
 installed release.
 
-``hicache-ext doctor`` prints what the check found, and plugin.py registers the hooks. Imports neither torch nor SGLang:
-it reads SGLang's sources. That works where SGLang cannot be imported (no GPU, another release beside the installed
-one), sees what objects only have once they are made (``self.x = ...``), and changes nothing.
+``hicache-ext doctor`` prints the findings, and plugin.py registers the hooks. Imports neither torch nor SGLang: it
+reads SGLang's sources. That works where SGLang cannot be imported (no GPU, a release other than the installed one),
+sees attributes that only instances have (``self.x = ...``), and changes nothing.
 
-A name that a feature needs and a release lacks switches the feature off there; without ``since``, in every release.
-With ``since``, older releases do without it (releases.py says how), and only those from there on must have it.
+If a release lacks a name that a feature needs, the feature is off there. With ``since``, only releases from that one on
+must have the name; older ones do without it (see releases.py).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from hicache_ext.sglang.releases import comes_with, installed_release
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What a user loses together when one of the names or hooks that it needs is missing.
+    """What a user loses if any of the names or hooks that it needs is missing.
 
-    ``by_halves``: hooks that only watch; those that exist stay in force although the feature counts as off.
+    ``partly`` marks hooks that only observe: the existing ones stay in force although the feature counts as off.
     """
 
     name: str
     loss: str
-    by_halves: bool = False
+    partly: bool = False
 
 
 STORAGE = Feature("storage", "the server cannot start with this backend")
-WEIGHTS_UPDATES = Feature("weights updates", "do not update weights online", by_halves=True)
+WEIGHTS_UPDATES = Feature("weights updates", "do not update weights online", partly=True)
 MODEL_WEIGHTS = Feature("weights at the start", "weights are identified by their files as they are after the load")
-ADAPTERS = Feature("LoRA adapters", "adapters cannot be told apart", by_halves=True)
+ADAPTERS = Feature("LoRA adapters", "adapters cannot be told apart", partly=True)
 COPIES = Feature("copy engines", "copies between host and device stay with SGLang's own path")
 DECODE_WRITER = Feature("decode writer", "a decode node writes as SGLang does")
 DRAFTS = Feature("drafts of every rank", "rank 0 alone writes the draft of an MLA model, whose heads differ per rank")
@@ -57,7 +57,7 @@ HOOKED = (
     *(WEIGHTS_UPDATES, MODEL_WEIGHTS, ADAPTERS, COPIES, DECODE_WRITER, DRAFTS, PREFILL_COST, REQUEST_TRACES),
     *(LINKER, KV_HINTS),
 )
-"""Those that change functions of SGLang, through its plug-ins."""
+"""Features that hook functions of SGLang, through its plug-ins."""
 FEATURES = (STORAGE, *HOOKED, EVENTS)
 
 LAUNCH_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
@@ -68,10 +68,10 @@ LAUNCH_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 class Use:
     """``names`` of ``owner``, a dotted class or module of SGLang; "old|new" is found under either name.
 
-    ``takes``: the parameters that are used of a function (``names`` is one then), without ``self``; "name?" need not be
-    there. ``answered``: SGLang calls, and a function of ours answers, which ignores all other parameters.
-    ``may_go``: nothing is lost without it. ``before``: the release from which on it is gone, or not needed. ``hook``:
-    our function that is hooked on it, "module.name" of this package; its first word is SGLang's HookType.
+    ``takes`` lists the parameters of a function that are used (``names`` has one item then), without ``self``; "name?"
+    is optional. ``answered`` means that SGLang calls a function of ours, which ignores all other parameters.
+    ``may_go``: nothing is lost without it. ``before`` is the first release without it, or without need of it. ``hook``
+    is our function that hooks it, "module.name" of this package; its first word is SGLang's HookType.
     """
 
     owner: str
@@ -86,7 +86,7 @@ class Use:
 
     @property
     def target(self) -> str:
-        """The dotted name of a hooked function."""
+        """Dotted name of a hooked function."""
         return f"{self.owner}.{self.names[0]}"
 
     @property
@@ -351,9 +351,9 @@ external linker
     served_model_name hicache_mem_layout hicache_io_backend hicache_host_memory_mode hicache_size hicache_ratio
     hicache_write_policy
 """
-"""Features, below each its owners in ``sglang.srt``, and what is used of these: names that are read; a function that is
-called, with its parameters; one that SGLang calls and ours answers (``<-``); one that ours is hooked on
-(``<- function``), with the parameters that ours knows, if any."""
+"""Features, below each its owners in ``sglang.srt``, and below these the names in use: names that are read; a function
+that is called, with its parameters; one that SGLang calls and we implement (``<-``); one that we hook
+(``<- function``), with the parameters that our hook knows, if any."""
 
 _MEMBER = re.compile(r"(?:since (\S+) )?(?:before (\S+) )?(may go )?([^(<]+?)(?:\((.*)\))?(?: (<-)(?: (\S+))?)?")
 
@@ -373,7 +373,7 @@ def _read(table: str) -> Iterator[Use]:
         if not line.startswith("    "):
             owner, _, text = text.partition(": ")
             if not text:
-                continue  # its members are below it
+                continue  # its members are on the lines below
         if (found := _MEMBER.fullmatch(text)) is None:
             raise ValueError(f"{owner}: {text}")
         since, before, may_go, names, takes, arrow, ours = found.groups(default="")
@@ -391,29 +391,29 @@ HOOKS: tuple[Use, ...] = tuple(use for use in USED if use.hook)
 # -- the check ---------------------------------------------------------------------------------------------------------
 
 _ARGUMENT_FIELDS = "sglang.srt.arg_groups.fields"
-_DUTIES = {
+_BASE_CLASSES = {
     "sglang.srt.mem_cache.hicache_storage.HiCacheStorage": STORAGE,
     "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker": LINKER,
 }
-"""Classes of SGLang that ours derive from, and what is lost where they ask for what ours do not have."""
+"""Classes of SGLang that ours derive from -> feature that is lost if they require methods that ours lack."""
 
 
 Checked = tuple[Use, tuple[str, ...]]
-"""And a text for each name of it that is not there, or not as it is used."""
+"""A use, and a text for each of its names that is missing or differs from how it is used."""
 
 
 @cache
 def check_installed() -> tuple[Checked, ...]:
-    """Of the release that a server in this environment runs. Raises UnsupportedError where there is none."""
+    """Check the release that a server in this environment runs. Raises UnsupportedError without one."""
     return tuple(check(Sources.installed(), installed_release()))
 
 
 def check(sources: Sources, release: str, used: Sequence[Use] = USED) -> Iterator[Checked]:
-    """Each of ``used`` that this release must have, then what SGLang asks of a backend or a linker beyond that."""
+    """Yield each of ``used`` that this release must have, then what else SGLang requires of a backend or a linker."""
     for use in used:
         if belongs_to(release, use):
             yield use, _missing(sources, use)
-    for owner, feature in _DUTIES.items():
+    for owner, feature in _BASE_CLASSES.items():
         ours = [use for use in used if use.owner == owner]
         answered = {name for use in ours for name in use.names}
         if ours and (duties := sorted(sources.abstract_methods(owner) - answered)):
@@ -427,13 +427,13 @@ def belongs_to(release: str, use: Use) -> bool:
 
 
 def lacking(checked: Collection[Checked], feature: Feature) -> str | None:
-    """What this release lacks of what ``feature`` needs, as words for a sentence; None where it lacks nothing."""
+    """Return, as words for a sentence, what this release lacks that ``feature`` needs; None if nothing."""
     texts = [text for use, missing in checked if feature in use.features for text in missing]
     return None if not texts else texts[0] + (f" and {len(texts) - 1} more" if len(texts) > 1 else "")
 
 
 def features_off(checked: Collection[Checked]) -> dict[Feature, str]:
-    """The features that this release cannot have, each with what it lacks."""
+    """Return the features that this release cannot have -> what it lacks."""
     return {feature: words for feature in FEATURES if (words := lacking(checked, feature)) is not None}
 
 
@@ -441,7 +441,7 @@ def _missing(sources: Sources, use: Use) -> tuple[str, ...]:
     known = sources.members(use.owner)
     if known is None:
         return (use.owner,)
-    # A constructor may be generated.
+    # A constructor may be generated, so it is never missing.
     gone = [name for name in use.names if name != "__init__" and known.keys().isdisjoint(name.split("|"))]
     if gone:
         return () if use.may_go else tuple(f"{use.owner}.{' or '.join(name.split('|'))}" for name in gone)
@@ -451,25 +451,25 @@ def _missing(sources: Sources, use: Use) -> tuple[str, ...]:
     if parameters is None:
         return (f"{use.target} as a function",)
     wanted = [name.removesuffix("?") for name in use.takes]
-    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    found = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    required = {one.name for one in parameters if one.name in found and one.default is one.empty}
-    there = [name for name in positional if name in wanted]
-    # What stands in front of a parameter that is known would be taken for it.
-    in_front = positional[: positional.index(there[-1])] if there and use.answered else ()
+    positional = [item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD]
+    found = [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
+    required = {item.name for item in parameters if item.name in found and item.default is item.empty}
+    present = [name for name in positional if name in wanted]
+    # An unknown parameter in front of a known one would be mistaken for it.
+    in_front = positional[: positional.index(present[-1])] if present and use.answered else ()
     takes_any = len(found) < len(parameters)
     changes = [f"without {name}" for name in use.takes if name not in found and not (takes_any or name.endswith("?"))]
     changes += [f"with {name}" for name in found if name not in wanted and (name in required or name in in_front)]
-    if use.answered and there != [name for name in wanted if name in there]:
+    if use.answered and present != [name for name in wanted if name in present]:
         changes.append("in another order")
     return (f"{use.target} as it is used (it is {', '.join(changes)})",) if changes else ()
 
 
 class Sources:
-    """The sources of one release of SGLang, parsed as they are asked for."""
+    """The sources of one release of SGLang, parsed on demand."""
 
     def __init__(self, package: Path) -> None:
-        """``package``: the directory ``sglang``."""
+        """``package`` is the directory ``sglang``."""
         self._package = package
         self._modules: dict[str, ast.Module | None] = {}
         self._members: dict[str, dict[str, ast.AST] | None] = {}
@@ -478,13 +478,13 @@ class Sources:
 
     @classmethod
     def installed(cls) -> Sources:
-        """Those that ``import sglang`` would import here."""
+        """Return the sources that ``import sglang`` would import here."""
         specification = importlib.util.find_spec("sglang")
         places = list(specification.submodule_search_locations or ()) if specification is not None else []
         return cls(Path(places[0]) if places else Path("/nonexistent"))
 
     def members(self, owner: str) -> dict[str, ast.AST] | None:
-        """What a module or class defines, by name, members of base classes and of instances included."""
+        """Return what a module or class defines, by name, including members of base classes and of instances."""
         if owner not in self._members:
             found: list[dict[str, ast.AST]] = []
             if owner == LAUNCH_ARGUMENTS:
@@ -501,29 +501,29 @@ class Sources:
         return self._members[owner]
 
     def parameters(self, owner: str, name: str) -> list[Parameter] | None:
-        """Of a function without its ``self``; of a class that generates its constructor, its fields."""
+        """Return a function's parameters without ``self``; for a generated constructor, the fields of its class."""
         function = (self.members(owner) or {}).get(name)
         if not isinstance(function, _FUNCTIONS):
             lineage = self._lineage(owner)[::-1] if name == "__init__" else []
-            # Of a dataclass, those of its base classes first.
-            fields = [node for one in lineage for node in one.body if isinstance(node, ast.AnnAssign)]
+            # The fields of a dataclass begin with those of its base classes.
+            fields = [node for item in lineage for node in item.body if isinstance(node, ast.AnnAssign)]
             found = [_parameter(field, node.value) for node in fields for field in _assigned(node)]
             return found if lineage else None
         arguments = function.args
         named = [*arguments.posonlyargs, *arguments.args]
         defaults = [None] * (len(named) - len(arguments.defaults)) + arguments.defaults
-        found = [_parameter(one.arg, default) for one, default in zip(named, defaults, strict=True)]
+        found = [_parameter(item.arg, default) for item, default in zip(named, defaults, strict=True)]
         if self._module(owner) is None and not any("staticmethod" in ast.unparse(d) for d in function.decorator_list):
             found = found[1:]
-        by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        found += [_parameter(one.arg, default, Parameter.KEYWORD_ONLY) for one, default in by_name]
+        keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        found += [_parameter(item.arg, default, Parameter.KEYWORD_ONLY) for item, default in keyword_only]
         return found + ([Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD)] if arguments.kwarg else [])
 
     def abstract_methods(self, owner: str) -> set[str]:
         return {
             node.name
-            for one in self._lineage(owner)[:1]
-            for node in one.body
+            for definition in self._lineage(owner)[:1]
+            for node in definition.body
             if isinstance(node, ast.FunctionDef)
             and any("abstractmethod" in ast.unparse(decorator) for decorator in node.decorator_list)
         }
@@ -539,7 +539,7 @@ class Sources:
         return self._modules[name]
 
     def _imports_of(self, module: str) -> dict[str, tuple[str, str]]:
-        """Name here -> (module, name there) of what a module imports; the name there is "" for a module."""
+        """Return a module's imports: local name -> (module, name in it), with "" as the name of an imported module."""
         if module not in self._imports:
             found = self._imports[module] = {}
             for node in ast.walk(self._module(module) or ast.Module([], [])):
@@ -552,17 +552,17 @@ class Sources:
         return self._imports[module]
 
     def _lineage(self, owner: str) -> list[ast.ClassDef]:
-        """A class by its dotted name, and after it its base classes; imports are followed. Empty where it is not."""
+        """Return a class, given its dotted name, followed by its base classes; imports are followed. [] if unknown."""
         if owner not in self._lineages:
-            self._lineages[owner] = []  # a circle of imports or bases ends here
+            self._lineages[owner] = []  # a cycle of imports or bases ends here
             module, _, name = owner.rpartition(".")
-            one = (self.members(module) or {}).get(name) if module.startswith("sglang") else None
-            if isinstance(one, ast.ClassDef):
-                # Of Generic[X] the part in front.
-                bases = [base.value if isinstance(base, ast.Subscript) else base for base in one.bases]
-                of_bases = [self._lineage(f"{module}.{ast.unparse(base)}") for base in bases]
-                self._lineages[owner] = [one, *itertools.chain.from_iterable(of_bases)]
-            elif one is not None and name in self._imports_of(module):
+            found = (self.members(module) or {}).get(name) if module.startswith("sglang") else None
+            if isinstance(found, ast.ClassDef):
+                # Strip the subscript of bases like Generic[X].
+                bases = [base.value if isinstance(base, ast.Subscript) else base for base in found.bases]
+                lineages = [self._lineage(f"{module}.{ast.unparse(base)}") for base in bases]
+                self._lineages[owner] = [found, *itertools.chain.from_iterable(lineages)]
+            elif found is not None and name in self._imports_of(module):
                 self._lineages[owner] = self._lineage(".".join(self._imports_of(module)[name]))
         return self._lineages[owner]
 
@@ -576,7 +576,7 @@ _DEFINITIONS = _FUNCTIONS | ast.ClassDef
 
 
 def _definitions(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
-    """What a module or class defines at its top, also inside ``if`` and ``try``."""
+    """Yield what a module or class defines at its top level, also inside ``if`` and ``try``."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop(0)
@@ -590,8 +590,8 @@ def _definitions(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST
 
 
 def _by_name(found: Iterable[tuple[str, ast.AST]]) -> dict[str, ast.AST]:
-    """The first one of each name, a function or a class before what else has it: others wrap it, or replace it where
-    something cannot be imported."""
+    """Return the first node of each name, preferring functions and classes: other nodes wrap them, or replace them if
+    an import fails."""
     members: dict[str, ast.AST] = {}
     for name, node in found:
         is_defined = isinstance(node, _DEFINITIONS) and not isinstance(members.get(name), _DEFINITIONS)
@@ -600,11 +600,11 @@ def _by_name(found: Iterable[tuple[str, ast.AST]]) -> dict[str, ast.AST]:
     return members
 
 
-def _own_members(one: ast.ClassDef) -> dict[str, ast.AST]:
-    """What a class defines, and what its methods set on ``self``."""
-    members = [*_definitions(one)]
-    of_methods = [inner for _, node in members if isinstance(node, _FUNCTIONS) for inner in ast.walk(node)]
-    stored = [inner for inner in of_methods if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)]
+def _own_members(definition: ast.ClassDef) -> dict[str, ast.AST]:
+    """Return what a class defines, and what its methods set on ``self``."""
+    members = [*_definitions(definition)]
+    nodes = [inner for _, node in members if isinstance(node, _FUNCTIONS) for inner in ast.walk(node)]
+    stored = [inner for inner in nodes if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)]
     members += [(inner.attr, inner) for inner in stored if ast.unparse(inner.value) == "self"]
     return _by_name(members)
 

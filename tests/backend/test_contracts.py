@@ -145,7 +145,7 @@ def test_a_transfer_that_fails_does_not_spoil_those_of_other_pools(open_backend:
     assert backend.batch_get_v2(moves[::-1]) == {"kv": [True] * 3, "sidecar": [False] * 3}
 
 
-@pytest.mark.parametrize("step", ["_begin_to_serve", "_warn_at_start"])
+@pytest.mark.parametrize("step", ["_start_features", "_warn_at_start"])
 def test_a_start_that_fails_late_closes_all_that_it_has_opened(
     open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

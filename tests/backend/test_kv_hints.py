@@ -16,7 +16,7 @@ prepare_process()
 
 from hicache_ext.page.hashes import namespaced_extra_key  # noqa: E402
 from hicache_ext.sglang import scheduler_hooks  # noqa: E402
-from hicache_ext.sglang.decode_manager import PageChain, said_of, spare_unstored  # noqa: E402
+from hicache_ext.sglang.decode_manager import PageChain, said_of, skip_unstored  # noqa: E402
 from hicache_ext.sglang.process import attached_backends  # noqa: E402
 from hicache_ext.sglang.releases import comes_with, installed_release  # noqa: E402
 from hicache_ext.sglang.scheduler_hooks import around_unfinished, before_queued  # noqa: E402
@@ -151,7 +151,7 @@ def test_sglangs_own_decode_offload_and_a_recording_leave_it_out(backend: Any, m
     queue(other)
     offloaded: list[Any] = []
     manager = SimpleNamespace(offload_kv_cache=lambda req: offloaded.append(req) or True)
-    spare_unstored(manager)
+    skip_unstored(manager)
     for one in (private, other):
         assert manager.offload_kv_cache(one) is (one is other)
     assert offloaded == [other]

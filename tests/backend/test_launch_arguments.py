@@ -26,7 +26,7 @@ LISTS = {
     "shaping": lists.SHAPING,
     "shaping as resolved": lists.SHAPING_AS_RESOLVED,
     "shaping files": lists.SHAPING_FILES,
-    "told otherwise": lists.TOLD_OTHERWISE,
+    "told otherwise": lists.IDENTIFIED_OTHERWISE,
     "weights": lists.WEIGHTS,
 }
 

@@ -158,7 +158,7 @@ def test_no_more_states_are_handed_over_than_there_is_memory_for(
     assert not offloads.has_room(node)
     assert offloads.has_room(node[:1])
     offloads._handed_over.clear()
-    offloads._on_device = offloads._under_way = 0
+    offloads._on_device = offloads._in_flight = 0
 
 
 def test_a_missing_page_is_told_before_the_batch_starts(open_linker: Open) -> None:

@@ -303,7 +303,7 @@ def test_the_pools_beside_are_read_ahead_too(kind: str, beside: str, open_rig: C
 
 
 def test_a_long_queue_waits_for_its_turn(open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache_ext.sglang.linker_ahead.AT_ONCE", 2)
+    monkeypatch.setattr("hicache_ext.sglang.linker_ahead.MAX_CONCURRENT", 2)
     one = open_rig()
     one.store(6)
     requests = [one.request(f"r{number}", one.keys[: number + 1]) for number in range(6)]

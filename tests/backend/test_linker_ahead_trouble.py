@@ -55,12 +55,12 @@ def test_the_device_has_picked_the_places_before_anything_may_be_copied_there(
     request = one.request("r")
     one.wait_for(request)
     steps: list[str] = []
-    give_places, scatter = Portion.give_places, one.linker._staging.scatter
+    assign_slots, scatter = Portion.assign_slots, one.linker._staging.scatter
     picked = SimpleNamespace(synchronize=lambda: steps.append("waited for"))
 
     def places(portion: Portion, wanted: Any) -> None:
         steps.append("places")
-        give_places(portion, wanted)
+        assign_slots(portion, wanted)
 
     def recorded() -> list[Any]:
         steps.append("event")
@@ -70,7 +70,7 @@ def test_the_device_has_picked_the_places_before_anything_may_be_copied_there(
         steps.append("copy")
         scatter(*arguments)
 
-    monkeypatch.setattr(Portion, "give_places", places)
+    monkeypatch.setattr(Portion, "assign_slots", places)
     monkeypatch.setattr(one.linker, "record_offload_ready", recorded)
     monkeypatch.setattr(one.linker._staging, "scatter", copied)
     assert rig.loaded(one.linker, "r", [rig.pages(one.device, "kv", one.keys, [40, 41, 42, 43])])
@@ -90,7 +90,7 @@ def test_a_load_that_raises_leaves_no_memory_behind(
     def out_of_memory(*_: Any) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(Portion, "give_places", out_of_memory)
+    monkeypatch.setattr(Portion, "assign_slots", out_of_memory)
     assert not one.linker.load("r", [rig.pages(one.device, "kv", one.keys, [40, 41, 42, 43])])
     assert one.linker._metrics.value("load", "error") == 1
     assert one.linker.start_layer_wise_loading() == -1
@@ -179,7 +179,7 @@ def test_a_read_that_raises_while_it_takes_memory_leaves_none_behind(
 def test_requests_that_leave_while_a_store_hangs_do_not_each_leave_a_thread_behind(
     open_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_ext.sglang.linker_ahead._MOST_READS", 4)
+    monkeypatch.setattr("hicache_ext.sglang.linker_ahead._MAX_READS", 4)
     one = open_rig(load_timeout="20s")
     one.store(4)
     one.stores[0].mode = "hang"

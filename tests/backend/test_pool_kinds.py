@@ -138,7 +138,7 @@ def test_a_pool_that_refuses_a_page_is_a_miss(
 def test_the_memory_of_copies_is_bounded(
     open_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(host_pool, "COPIES_AT_ONCE", limit)
+    monkeypatch.setattr(host_pool, "COPY_BATCH_BYTES", limit)
     host = states_of_slots()
     backend = open_backend(mha_host("page_first", page_size=1))
     backend.register_mem_host_pool_v2(host, "mamba")

@@ -15,10 +15,10 @@ import pytest
 
 from hicache_ext.cli.main import COMMANDS, make_parser, without_traceback
 from hicache_ext.errors import MissingPackageError
-from hicache_ext.packages import OF_SGLANG, PACKAGES, need
+from hicache_ext.packages import FROM_SGLANG, PACKAGES, need
 
 ROOT = Path(__file__).parents[2]
-BLOCKED = sorted({*PACKAGES, *OF_SGLANG})
+BLOCKED = sorted({*PACKAGES, *FROM_SGLANG})
 WHERE_SGLANG_RUNS = "run it with the Python that SGLang is installed in"
 
 PROGRAM = f"""
@@ -119,12 +119,12 @@ def installable() -> set[str]:
 def test_what_is_to_be_installed_is_what_the_extras_bring_and_nothing_of_sglang() -> None:
     """``hicache-ext[redis]`` was named before: no index has hicache-ext, and anybody could register it."""
     named = {name for names in PACKAGES.values() for name in names.split()}
-    assert named <= installable() - {"hicache-ext", *OF_SGLANG}
-    assert not set(PACKAGES) & OF_SGLANG
+    assert named <= installable() - {"hicache-ext", *FROM_SGLANG}
+    assert not set(PACKAGES) & FROM_SGLANG
 
 
 def test_every_hint_to_install_names_a_checkout_or_a_package_of_our_list() -> None:
-    allowed = installable() - {"hicache-ext", *OF_SGLANG} | {"mooncake-transfer-engine-non-cuda", "lmcache"}
+    allowed = installable() - {"hicache-ext", *FROM_SGLANG} | {"mooncake-transfer-engine-non-cuda", "lmcache"}
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
     files += [file for room in ("hicache_ext", "benchmarks", "tests/rigs") for file in (ROOT / room).rglob("*.py")]
     seen = set()

@@ -161,7 +161,7 @@ class DecodeNode:
             get_spec().override(speculative_algorithm="EAGLE" if drafts else None),
             mock.patch.object(process, "loaded", drafts),
         ):
-            self.manager = decode_manager._our_manager(
+            self.manager = decode_manager._make_manager(
                 requests,
                 allocator,
                 torch.distributed.group.WORLD,

@@ -84,7 +84,7 @@ def made(pool: str, **attributes: Any) -> Any:
 
 def refuse(pool: str, components: int = 2, shares: bool = False, **attributes: Any) -> None:
     kv_cache = made(pool, **attributes)
-    decode_manager._refuse_what_prefill_cannot_use(kv_cache, components, shares)
+    decode_manager._refuse_unusable(kv_cache, components, shares)
 
 
 @pytest.mark.parametrize(
