@@ -50,7 +50,7 @@ from hicache_ext.storage.tiering.tracing import check_packages
     problem="an error was found",
 )
 def doctor_command(arguments: argparse.Namespace) -> int:
-    """Examine and print; 0, 1 or 2 as the module says."""
+    """Examine and print; return 0, 1 or 2 as the module docstring says."""
     inline = arguments.file.lstrip().startswith("{")
     try:
         document = read_configuration(arguments.file)
@@ -99,7 +99,7 @@ def _lines(finding: Finding) -> Iterator[str]:
 
 
 Section = tuple[str, Sequence[Finding]]
-"""A title and what was found."""
+"""A title and its findings."""
 
 
 def examine(checked: ExtraConfig, *, inline: bool, only: Sequence[str] | None = None) -> Iterator[Section]:
@@ -136,7 +136,7 @@ _PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def installation_findings() -> Iterator[Finding]:
-    """What is installed. Imports neither torch nor SGLang."""
+    """Yield findings on the installation. Imports neither torch nor SGLang."""
     yield Finding("hicache_ext", Level.OK, hicache_ext.__version__)
     yield Finding("python", Level.OK, platform.python_version())
     yield release_finding()
@@ -266,7 +266,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
 
 
 def _events(config: HicacheExtConfig) -> Finding:
-    """What KV-aware routers learn of the tiers."""
+    """Yield findings on what KV-aware routers learn about the tiers."""
     if config.events is None:
         seen = "KV-aware routers learn nothing of the tiers, and SGLang's /get_hicache_l3_cache_layout answers disabled"
         return Finding("events", Level.OK, f"off: {seen} (docs/pd.md)")

@@ -1,4 +1,4 @@
-"""What commands read: configurations, prompts, and what a request has beside its tokens."""
+"""The inputs of commands: configurations, prompts, and what a request has besides its tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 def read_configuration(file: str) -> Mapping[str, Any]:
-    """The raw document in a file, in inline JSON, or on standard input ('-'). Raises ConfigError."""
+    """Return the raw document in a file, in inline JSON, or on standard input ('-'). Raises ConfigError."""
     return read_text(read_input(file, "standard input"), "standard input") if file == "-" else read_document(file)
 
 
@@ -46,7 +46,7 @@ PROMPTS = (
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
-    """The token ids of each prompt. Raises ConfigError."""
+    """Return the token ids of each prompt. Raises ConfigError."""
     if arguments.tokens is not None:
         return parse_tokens(read_input(arguments.tokens, "--tokens"), "--tokens")
     text = read_input(arguments.prompt, "--prompt")
@@ -56,7 +56,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[list[int]]:
 
 
 def tokenizer_of(model: str) -> Any:
-    """The tokenizer of a model, by directory or name. Raises ConfigError."""
+    """Load the tokenizer of a model, by directory or name. Raises ConfigError."""
     if find_spec("torch") is not None:
         from hicache_ext.testing.sglang_cpu import declare_torchvision_operators
 
@@ -86,7 +86,7 @@ def unusable_model(model: str) -> str | None:
 
 
 def seed_of(arguments: argparse.Namespace) -> bytes:
-    """The seed of the chain of page hashes. Raises ConfigError."""
+    """Return the seed of the chain of page hashes. Raises ConfigError."""
     adapter = arguments.adapter or ""
     if adapter and not _DIGEST.fullmatch(adapter):
         raise ConfigError("--adapter", f"{adapter!r} is not an adapter digest", "32 hexadecimal digits")
@@ -131,11 +131,11 @@ def targets(named: str, *, keys: bool = False) -> list[Target]:
 
 
 def read_input(file: str, key: str) -> str:
-    """The text of a file, or of standard input for "-". Raises ConfigError naming ``key``."""
+    """Read the text of a file, or of standard input for "-". Raises ConfigError naming ``key``."""
     try:
         if file != "-":
             return Path(file).read_text("utf-8")
-        # UTF-8 whatever the locale says.
+        # Always UTF-8, regardless of the locale.
         raw = getattr(sys.stdin, "buffer", None)
         return sys.stdin.read() if raw is None else str(raw.read(), "utf-8")
     except UnicodeDecodeError:

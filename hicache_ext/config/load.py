@@ -1,4 +1,4 @@
-"""``load_config``: from whatever SGLang or an operator holds to the checked configuration."""
+"""``load_config``: turns what SGLang or an operator provides into the checked configuration."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hicache_ext.config.secrets import Secret, text_of
 from hicache_ext.errors import ConfigError
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
-"""A mapping (SGLang's ``extra_config``), a path, or a text as the launch flag takes it: ``@path`` or inline JSON."""
+"""A mapping (SGLang's ``extra_config``), a path, or the launch flag's text: ``@path`` or inline JSON."""
 
 
 def load_config(source: Source) -> HicacheExtConfig:
-    """The section ``hicache_ext`` of ``source``, checked and resolved on this node.
+    """Return the section ``hicache_ext`` of ``source``, checked and resolved on this node.
 
     Raises ``ConfigError`` with one sentence for each place that is wrong: the full key path, what was wrong and what is
     allowed. What does not fit together is said once each value is right by itself. Call it at start; it reads files and
@@ -34,12 +34,12 @@ def load_config(source: Source) -> HicacheExtConfig:
 
 
 def load_document(source: Source) -> ExtraConfig:
-    """Like ``load_config``, with SGLang's own keys around the section."""
+    """Return the whole document: like ``load_config``, but with SGLang's own keys around the section."""
     return check_document(read_document(source))
 
 
 def read_document(source: Source) -> Mapping[str, Any]:
-    """The raw document in ``source``, parsed and not yet checked; templates are not expanded."""
+    """Parse and return the raw document in ``source``, unchecked and with templates unexpanded."""
     if isinstance(source, Mapping):
         return source
     if isinstance(source, str):
@@ -52,13 +52,13 @@ def read_document(source: Source) -> Mapping[str, Any]:
 
 
 def check_document(document: Mapping[str, Any]) -> ExtraConfig:
-    """``document`` checked and resolved on this node."""
+    """Check ``document`` and resolve it on this node."""
     if errors := list(misread(document)):
         raise config_error(errors)
     try:
         checked = ExtraConfig.model_validate(dict(document))
     except ValidationError as error:
-        # "from None": pydantic's error must not reach a log; it repeats what was put in.
+        # "from None": pydantic's error repeats its input and must not reach a log.
         raise as_config_error(error) from None
     for location, secret in secrets_in(checked):
         secret.key = key_path(location)
@@ -66,7 +66,7 @@ def check_document(document: Mapping[str, Any]) -> ExtraConfig:
 
 
 def secrets_in(value: object, location: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Secret]]:
-    """Every ``Secret`` in a configuration, with where it stands."""
+    """Yield every ``Secret`` in a configuration with its location."""
     if isinstance(value, Secret):
         yield location, value
     elif isinstance(value, BaseModel):
@@ -88,9 +88,9 @@ _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a .json, .yaml, .yml or .toml file."""
+    """Read the mapping in a .json, .yaml, .yml or .toml file."""
     name, language = str(path), _LANGUAGES.get(path.suffix.lower())
-    # Not opened: it may be a pipe.
+    # Checked without opening it: it may be a pipe.
     if language is None and path.exists() and not path.is_dir():
         found = f"unknown file extension {quoted(path.suffix)}" if path.suffix else "the file has no extension"
         raise ConfigError(name, found, EXTENSIONS_ALLOWED)
@@ -102,7 +102,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_text(text: str, name: str, language: str | None = None) -> dict[str, Any]:
-    """The mapping in ``text``; without ``language``, JSON if it starts with a brace and YAML otherwise."""
+    """Parse the mapping in ``text``; ``language`` defaults to JSON if it starts with a brace, else to YAML."""
     language = language or ("JSON" if text.lstrip().startswith("{") else "YAML")
     if not text.strip():
         raise ConfigError(name, "is empty")
@@ -124,8 +124,8 @@ def read_text(text: str, name: str, language: str | None = None) -> dict[str, An
 
 
 def misread(document: Mapping[Any, Any]) -> Iterator[ConfigError]:
-    """One error for everything that YAML reads otherwise than it is meant, in the order of the file: keys that are no
-    text (on, 1, 2024-01-01), and numbers that it does not read in base 10."""
+    """Yield an error, in file order, for everything that YAML reads differently from what was meant: keys that are not
+    text (on, 1, 2024-01-01) and numbers that it does not read in base 10."""
     waiting: list[tuple[tuple[Any, ...], object]] = [((), document)]
     seen: set[int] = set()
     while waiting:
@@ -143,7 +143,7 @@ def misread(document: Mapping[Any, Any]) -> Iterator[ConfigError]:
 
 
 def _what_is_wrong(error: Exception) -> str:
-    """What a parser found, and where. Words of the text are not repeated: they may be secrets."""
+    """Describe what a parser found, and where, without quoting the text, which may contain secrets."""
     if isinstance(error, json.JSONDecodeError):
         return f" in line {error.lineno}: {error.msg}"
     if isinstance(error, tomllib.TOMLDecodeError):
@@ -152,7 +152,7 @@ def _what_is_wrong(error: Exception) -> str:
         return f"{where}: {_TOML_PLACE.sub('', str(error))}"
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
-        # Without the alias, tag or anchor that PyYAML quotes: ``password: *hunter2`` is an unknown alias.
+        # Drop the alias, tag or anchor that PyYAML quotes: ``password: *hunter2`` is an unknown alias.
         problem = _QUOTED_WORD.sub(lambda word: word[0] if _PUNCTUATION.fullmatch(word[1]) else "", error.problem or "")
         return f"{f' in line {mark.line + 1}' if mark else ''}: {problem}"
     if isinstance(error, yaml.YAMLError):
@@ -182,7 +182,7 @@ class _Misread(int):
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Refuses keys that are written twice in one mapping, of which YAML takes the last, and marks misread numbers."""
+    """Refuses duplicate keys in a mapping, of which YAML would take the last, and marks misread numbers."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

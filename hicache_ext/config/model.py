@@ -1,5 +1,5 @@
-"""The configuration: its sections besides ``tiers``, all of ``hicache_ext``, and the document around it that SGLang
-reads: what each key takes, and what is wrong with a value."""
+"""The models of the configuration: the sections other than ``tiers``, the whole of ``hicache_ext``, and the surrounding
+document that SGLang reads. They define what each key accepts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECTION = "hicache_ext"
 
 Role = Literal["auto", "prefill", "decode", "both"]
 ServerRole = Literal["prefill", "decode", "both"]
-"""What a server is once it runs; ``auto`` has been resolved."""
+"""The role of a running server, with ``auto`` resolved."""
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class EventsConfig(ConfigModel):
     replay_endpoint: _Endpoint
     """where routers ask for what they missed; each DP replica takes the next port"""
     topic: Annotated[
-        # Python, JavaScript and pydantic read it alike: it stands in the JSON Schema.
+        # The pattern means the same in Python, JavaScript and pydantic: it is part of the JSON Schema.
         str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"), Allowed("text without line breaks")
     ] = ""
     """the first frame of every message"""
@@ -176,7 +176,7 @@ class TracingConfig(ConfigModel):
     """where spans go: the collector of SGLang's --enable-trace, or one of your own"""
 
 
-# Not in the class: its field has the name of the parser.
+# Outside the class, where the field ``size`` would hide the parser of that name.
 _RecordingsSize = Annotated[int, Allowed("a size of 1MiB or more, such as 256MiB", size(1 << 20, NO_LIMIT))]
 
 
@@ -255,7 +255,7 @@ class PdConfig(ConfigModel):
     hints: HintsConfig = HintsConfig()
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- whole configuration -----------------------------------------------------------------------------------------------
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 _TIER_NAME_ALLOWED = "a lower-case letter, then lower-case letters, digits, '_' and '-'"
@@ -263,7 +263,7 @@ _INTERFACE_ALLOWED = (
     "1 or true, without which SGLang never uses the zero-copy calls that this backend serves; no text,"
     " of which SGLang takes any, even '0', for on"
 )
-# Not a short one: bf16 and bfloat16 would be two identities, and fp8 could be either of two.
+# No short names: bf16 and bfloat16 would be two identities, and fp8 is ambiguous.
 _DTYPE = re.compile(r"(?!(?:auto|bf16|fp16|half|fp8)$)[a-z][a-z0-9_]*", re.ASCII)
 _DTYPE_ALLOWED = "the whole name of a dtype, such as bfloat16, float16, fp8_e4m3 or fp8_e5m2"
 
@@ -313,7 +313,7 @@ class ModelConfig(ConfigModel):
     """change it when the weights change under the same name"""
 
 
-# No set: its order would differ from rank to rank.
+# Not a set, whose order would differ between ranks.
 _Locations = Annotated[
     tuple[str, ...],
     from_list,
@@ -418,7 +418,7 @@ class HicacheExtConfig(ConfigModel):
 
     @property
     def tenant_limits(self) -> dict[str, Tenant] | None:
-        """What is in force for each tenant; None without tenants."""
+        """Return the limits in force for each tenant; None without tenants."""
         if self.tenants is None:
             return None
         longest = self.longest_lease
@@ -429,12 +429,12 @@ class HicacheExtConfig(ConfigModel):
 
     @property
     def lossy_codecs(self) -> frozenset[str]:
-        """Those of all tiers, also of tiers that other roles use: what one node of a pair restores, the other goes on
-        with."""
+        """Return the lossy codecs of all tiers, including tiers used by other roles: what one node of a pair restores,
+        the other continues with."""
         return frozenset(tier.codec for tier in self.tiers.values() if tier.codec in LOSSY_CODECS)
 
     def for_role(self, role: ServerRole) -> HicacheExtConfig:
-        """The configuration of a server of ``role``: its overrides applied, and only the tiers that it uses.
+        """Return the configuration of a server of ``role``, with its overrides applied and only the tiers it uses.
 
         A ``role`` in the file wins over the one that is given, which is what SGLang was launched as. Raises ConfigError
         for what only shows where the role is known.
@@ -446,13 +446,13 @@ class HicacheExtConfig(ConfigModel):
         return view.model_copy(update={"tiers": {name: tier for name, tier in self.tiers.items() if name in used}})
 
     def _view(self, role: ServerRole) -> HicacheExtConfig:
-        """The configuration of one role, not yet checked, with all tiers."""
+        """Return the configuration of one role, unchecked and with all tiers."""
         own = self.roles.get(role) or RoleConfig.model_validate({})
         changed = {name: getattr(own, name) for name in own.model_fields_set}
         view = self.model_copy(update={**changed, "role": role, "roles": {}})
         if "promote_to" in changed or view.promote_to in (PROMOTE_NOTHING, *view.retrieve_locations[:-1]):
             return view
-        # Inherited, and of no use to a role that reads elsewhere.
+        # An inherited value, useless to a role that reads from other tiers.
         return view.model_copy(update={"promote_to": None})
 
     @model_validator(mode="before")
@@ -470,7 +470,7 @@ class HicacheExtConfig(ConfigModel):
 
 
 def _misfits(config: HicacheExtConfig) -> list[ConfigError]:
-    """What is wrong although each value is right by itself, also of one role. Keys are those below the section."""
+    """Return errors in combinations of individually valid values, per role, too. Keys are relative to the section."""
     errors = list(_misnamed(config)) or list(_contradictions(config))
     told = set(map(str, errors))
     for role in config.roles:
@@ -480,7 +480,7 @@ def _misfits(config: HicacheExtConfig) -> list[ConfigError]:
 
 
 def _misnamed(config: HicacheExtConfig) -> Iterator[ConfigError]:
-    """Names of tiers that are none, or stand where they cannot."""
+    """Yield errors for names of tiers that do not exist or are not allowed in their place."""
     tiers = tuple(config.tiers)
     if not tiers:
         yield ConfigError(".tiers", "at least one tier is needed", "a mapping of names to tiers")
@@ -511,7 +511,7 @@ def _no_such_tier(key: str, name: str, tiers: tuple[str, ...]) -> ConfigError:
 
 
 def _contradictions(config: HicacheExtConfig) -> Iterator[ConfigError]:
-    """What two places say that cannot both be."""
+    """Yield errors for contradictions between two keys."""
     if not config.retrieve_locations and config.role != "decode":
         problem = f"must not be empty with role {config.role}: only a decode node may read from no tier"
         yield ConfigError(".retrieve_locations", problem, listed(config.tiers))
@@ -539,7 +539,7 @@ def _contradictions(config: HicacheExtConfig) -> Iterator[ConfigError]:
         yield ConfigError(".tenants", problem, f"up to {MOST_TENANTS}, and default")
     if (shares := round(sum(tenant.share for tenant in tenants.values()), 9)) > 1:
         yield ConfigError(".tenants", f"the shares are {100 * shares:g}% together", "at most 100%")
-    # The lists and promote_to of one role: what stands in a file for several is checked role by role.
+    # Applies to the lists and promote_to of one role: a file for several roles is checked role by role.
     if config.pd.hints.enabled and config.role in ("prefill", "decode"):
         yield from _hints_that_go_nowhere(config)
 
@@ -559,7 +559,7 @@ def _hints_that_go_nowhere(config: HicacheExtConfig) -> Iterator[ConfigError]:
 
 
 def hints_over(hints: HintsConfig, locations: Sequence[str]) -> str | None:
-    """The name of the tier that carries the hints; ``locations`` that a decode node writes, or a prefill node reads."""
+    """Return the tier that carries the hints; ``locations`` are those a decode node writes or a prefill node reads."""
     return hints.over or (locations[-1] if locations else None)
 
 
@@ -589,7 +589,7 @@ class ExtraConfig(ConfigModel):
 
     @classmethod
     def around(cls, section: Mapping[str, Any]) -> dict[str, Any]:
-        """The complete document around a (raw) section ``hicache_ext``."""
+        """Return the complete document around a (raw) section ``hicache_ext``."""
         return {
             "backend_name": BACKEND_NAME,
             "module_path": "hicache_ext.storage.backend",

@@ -1,4 +1,4 @@
-"""How a wrong place in the configuration is put into words: safe echoes, nearest names, key paths.
+"""The wording of configuration errors: safe echoes of values, nearest names, key paths.
 
 Nothing here repeats a value that could be a secret: values are shown only where a key of ours takes a word, a number or
 a path, never for a key that is not known, and passwords inside addresses are masked.
@@ -43,22 +43,22 @@ _OTHER_NAMES = {
     **dict.fromkeys(("read_locations", "load_locations", "read_from", "retrieve_from"), "retrieve_locations"),
     **dict.fromkeys(("write_locations", "save_locations", "write_to", "store_to"), "store_locations"),
 }
-"""Names that people try, of other products and of the field -> ours."""
+"""Names from other products or the field that people try -> our names."""
 
 
 def config_error(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error for all of ``errors``."""
+    """Return a single error that represents all of ``errors``."""
     first = errors[0]
     return first if len(errors) == 1 else ConfigError(first.key, first.problem, first.allowed, errors)
 
 
 def looks_secret(key: str) -> bool:
-    """Whether a key of this name usually holds a password, token or access key, so that its value is never shown."""
+    """Return whether a key of this name usually holds a password, token or access key and must never be shown."""
     return _SECRET_KEY.search(key) is not None
 
 
 def shown(value: object, key: str = "") -> str:
-    """``value`` in words, short and on one line; the kind alone where it is not a word or number, or may be secret."""
+    """Describe ``value`` briefly on one line; only its kind if it is not a word or number, or may be secret."""
     if value is None:
         return "an empty value"
     if isinstance(value, Mapping):
@@ -79,7 +79,7 @@ def shown(value: object, key: str = "") -> str:
 
 
 def kind_of(value: object) -> str:
-    """What sort of thing ``value`` is, and nothing of what it says: for places where a whole mapping belongs."""
+    """Describe the kind of ``value`` without its contents, for places where a whole mapping belongs."""
     if value is None or isinstance(value, Mapping | list | tuple | set | frozenset):
         return shown(value)
     if isinstance(value, bool):
@@ -90,13 +90,13 @@ def kind_of(value: object) -> str:
 
 
 def quoted(text: str) -> str:
-    """``text`` in quotes, escaped to one line, shortened, and without the user part of an address."""
+    """Quote ``text``, escaped to one line, shortened, and without the user part of an address."""
     masked = _ADDRESS_PASSWORD.sub("://***@", text)
     return repr(masked if len(masked) <= _LONGEST_ECHO else masked[: _LONGEST_ECHO - 3] + "...")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'capacity'?"`` for the known name nearest to ``word``, or "" when none is near."""
+    """Return ``"; did you mean 'capacity'?"`` for the known name nearest to ``word``, or "" if none is near."""
     by_lower_case = {name.lower(): name for name in known}
     if (ours := _OTHER_NAMES.get(word.lower())) in by_lower_case:
         return f"; did you mean {ours!r}?"
@@ -105,12 +105,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """``names`` for the "allowed" part of a sentence."""
+    """Join ``names`` for the "allowed" part of a sentence."""
     return ", ".join(names)
 
 
 def key_path(location: Iterable[str | int]) -> str:
-    """``("hicache_ext", "tiers", "nvme", "path", 1)`` as ``hicache_ext.tiers.nvme.path[1]``."""
+    """Format ``("hicache_ext", "tiers", "nvme", "path", 1)`` as ``hicache_ext.tiers.nvme.path[1]``."""
     path = ""
     for step in location:
         if isinstance(step, int):
@@ -121,5 +121,5 @@ def key_path(location: Iterable[str | int]) -> str:
 
 
 def refuse(value: object, allowed: str = "", key: str = "") -> ConfigError:
-    """The error for a value of the wrong kind; "": what the field's ``Allowed`` says."""
+    """Return the error for a value of the wrong kind; "" stands for the text of the field's ``Allowed``."""
     return ConfigError(key, f"{shown(value, key)} is not accepted", allowed)

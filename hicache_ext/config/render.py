@@ -1,4 +1,4 @@
-"""What ``hicache-ext config`` prints: an example, a schema for editors, a document as YAML or as one line of JSON."""
+"""The output of ``hicache-ext config``: an example, a schema for editors, a document as YAML or one line of JSON."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ hicache_ext:
 
 
 def example_config() -> str:
-    """A complete, commented YAML file to start from."""
+    """Return a complete, commented YAML file to start from."""
     return _EXAMPLE
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema of the whole document, for editors. ``load_config`` checks more than a schema can say."""
+    """Return a JSON Schema of the document, for editors. ``load_config`` checks more than a schema can express."""
     schema = ExtraConfig.model_json_schema()
     definitions = schema["$defs"]
     definitions.pop("TierConfig", None)
@@ -70,12 +70,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def as_yaml(document: Mapping[str, Any]) -> str:
-    """``document`` as YAML, keys in written order."""
+    """Format ``document`` as YAML, keys in written order."""
     return yaml.safe_dump(dict(document), sort_keys=False, width=120, allow_unicode=True)
 
 
 def as_inline_json(document: Mapping[str, Any]) -> str:
-    """``document`` as one line of JSON, for the launch flag itself: what a server reads that is given no file."""
+    """Format ``document`` as one line of JSON for the launch flag, in place of a file."""
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
@@ -84,7 +84,7 @@ _PAGES = {
     "--hicache-mem-layout page_first": "a page lies in one or two pieces per pool, not in two per layer",
     "--hicache-io-backend kernel": "what page_first is copied with",
 }
-"""The bytes of a page depend on these: the same on all servers that share pages."""
+"""Flags that affect the bytes of a page: they must be equal on all servers that share pages."""
 _SERVING = {
     "--hicache-ratio 2": "host memory (L2) for twice the device's tokens",
     "--hicache-write-policy write_through": "a page is stored when it is computed, not when the device is full",
@@ -98,15 +98,15 @@ _DECODING = {"--hicache-ratio 1": "host memory for pages on their way to the poo
 
 
 def chosen_flags(role: str, *, linker: bool = False) -> dict[str, str]:
-    """SGLang's own flags for a server of this role, and why; ``linker``: with the external linker."""
+    """Return SGLang's own flags for a server of this role, and the reasons; ``linker``: with the external linker."""
     if linker:
         return {"--page-size 64": _PAGES["--page-size 64"], **_WATCHING, **_NOT_WITH_LINKER}
     return {**_PAGES, **(_DECODING if role == "decode" else _SERVING), **_WATCHING}
 
 
 def launch_lines(file: str, role: str, *, linker: bool = False) -> list[str]:
-    """The whole launch of a server with the configuration in ``file``, in parts for one line each; ``linker``: with
-    SGLang's external linker in place of its host cache."""
+    """Return the launch arguments of a server with the configuration in ``file``, one line per element; ``linker``:
+    with SGLang's external linker in place of its host cache."""
     parts = ["python -m sglang.launch_server --model-path MODEL"]
     if role in ("prefill", "decode"):
         parts.append(f"--disaggregation-mode {role}")
@@ -123,5 +123,5 @@ _LINKER_CONFIG = "--unified-cache-external-linker-config"
 
 
 def linker_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``--unified-cache-external-linker-config`` is given, around our part."""
+    """Return the value of ``--unified-cache-external-linker-config`` around our part."""
     return {"linker": LINKER_CLASS, "linker_module_path": LINKER_MODULE, "linker_extra_config": dict(extra)}

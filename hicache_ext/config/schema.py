@@ -1,7 +1,7 @@
-"""The base of every configuration model: pydantic does the walking, the sentences are ours.
+"""The base of every configuration model: pydantic traverses the document, and we word the errors.
 
-Each model translates what pydantic reports about it into a key location and a (problem, allowed) pair, so that nested
-models add up and every wrong value of a file is reported at once. No error carries the value it is about.
+Each model translates pydantic's reports about it into a key location and a (problem, allowed) pair, so that errors of
+nested models accumulate and all wrong values of a file are reported together. No error carries the rejected value.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hicache_ext.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a field takes: in the words that end its error sentences; ``parse`` makes the value of what was written, and
-    raises ``ConfigError`` whose ``key`` is only the part below the field (``""`` or ``"[1]"``); these words take the
-    place of an ``allowed`` that is "".
+    """What a field accepts: ``text`` ends its error sentences, and ``parse`` converts the written value. ``parse``
+    raises ``ConfigError`` whose ``key`` is only the part below the field (``""`` or ``"[1]"``); ``text`` replaces an
+    ``allowed`` that is "".
 
-    A field of type bool, ``Literal`` or a ``ConfigModel`` needs none: its type says it.
+    Fields of type bool, ``Literal`` or ``ConfigModel`` need none: their type is sufficient.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Allowed:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        # Any value: editors name the keys and say what they take, and the parser judges what was written.
+        # Accepts any value: editors show the keys and what they accept; only the parser validates values.
         return handler(schema) if self.parse is None else {"anyOf": [{"description": self.text}]}
 
 
@@ -66,7 +66,7 @@ class ConfigModel(BaseModel):
 
     @classmethod
     def misplaced_key(cls, key: str) -> str | None:
-        """Where the unknown ``key`` belongs, or None; overridden by models that have such neighbours."""
+        """Return where the unknown ``key`` belongs, or None; for models to override."""
         return None
 
     @model_validator(mode="wrap")
@@ -76,9 +76,9 @@ class ConfigModel(BaseModel):
             return handler(_with_words(cls, values))
         except ValidationError as error:
             lines: list[InitErrorDetails] = [
-                {"type": "value_error", "loc": details["loc"], "input": None, "ctx": {"error": one}}
+                {"type": "value_error", "loc": details["loc"], "input": None, "ctx": {"error": translated}}
                 for details in error.errors(include_url=False)
-                for one in _of_ours(cls, details).errors
+                for translated in _translated(cls, details).errors
             ]
             raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True) from None
 
@@ -87,7 +87,7 @@ OFF = "off"
 
 
 def _with_words(model: type[ConfigModel], values: Any) -> Any:
-    """``values`` as they were meant: YAML 1.1 reads the bare word off as false, also where it is a word of ours."""
+    """Restore the word off, which YAML 1.1 reads as false, in ``values`` of fields that accept it."""
     if not isinstance(values, Mapping) or all(value is not False for value in values.values()):
         return values
     return {
@@ -100,7 +100,7 @@ _OFF = re.compile(r"\boff\b")
 
 
 def as_config_error(error: ValidationError) -> ConfigError:
-    """The sentences in ``error``, which a ``ConfigModel`` raised, with their full key paths."""
+    """Return the sentences in ``error``, which a ``ConfigModel`` raised, with their full key paths."""
     found = []
     for details in error.errors(include_url=False):
         ours = details["ctx"]["error"]
@@ -109,7 +109,7 @@ def as_config_error(error: ValidationError) -> ConfigError:
 
 
 def allowed_for(model: type[BaseModel], field: str) -> str:
-    """The ``Allowed`` text of a field, or what its type says; "" of one that another package has left without."""
+    """Return a field's ``Allowed`` text, or that of its type; "" for another package's field that has neither."""
     found = model.model_fields[field]
     for note in found.metadata:
         if isinstance(note, Allowed):
@@ -122,8 +122,8 @@ def allowed_for(model: type[BaseModel], field: str) -> str:
     return listed(_words(kind))
 
 
-def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
-    """What pydantic found wrong, in our words; its key is what is below the location."""
+def _translated(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
+    """Translate an error found by pydantic; the key of the result is relative to the location."""
     kind, location, value = details["type"], details["loc"], details["input"]
     ours = details.get("ctx", {}).get("error")
     field = str(location[0]) if location else ""
@@ -149,12 +149,12 @@ def _of_ours(model: type[ConfigModel], details: ErrorDetails) -> ConfigError:
 
 
 def _removed(model: type[ConfigModel]) -> dict[str, str]:
-    """The keys that this class and its bases have lost."""
+    """Return the removed keys of this class and its bases."""
     return {key: why for base in reversed(model.__mro__) for key, why in vars(base).get("removed", {}).items()}
 
 
 def _words(kind: Any) -> list[str]:
-    """The words that a type takes: a ``Literal``, also where it may be None, or stands in a mapping."""
+    """Return the words that a type accepts: those of a ``Literal``, even if optional or inside a mapping."""
     if get_origin(kind) is Literal:
         return [word for word in get_args(kind) if isinstance(word, str)]
     return [word for part in get_args(kind) for word in _words(part)]

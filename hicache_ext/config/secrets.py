@@ -1,9 +1,9 @@
 """Secrets by reference: the configuration names an environment variable or a file, never the value.
 
-SGLang returns the configuration over HTTP and prints it at start, so a password written into it is a password leaked.
+SGLang returns the configuration over HTTP and prints it at startup, so a password written into it is leaked.
 
-Below: the mapping ``seal`` of a tier, whose keys are secrets: pages that only their holders can make, or read
-(docs/security.md).
+The second part is the mapping ``seal`` of a tier. Its keys are secrets, and only their holders can create, or read,
+the tier's pages (docs/security.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS = ("env", "file")
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Secret:
-    """Where a secret value is found. The value is read by ``reveal()`` each time and kept nowhere.
+    """A reference to a secret value, which ``reveal()`` reads anew each time and which is stored nowhere.
 
     ``kind`` is "env" or "file", ``name`` the variable or the path. ``key`` is the full key path, for errors; it is set
     while the configuration is loaded. May be used as the type of a field of a tier.
@@ -50,7 +50,7 @@ class Secret:
 
     @classmethod
     def parse(cls, value: object, key: str = "") -> Secret:
-        """A reference from ``{env: NAME}`` or ``{file: /path}``; else a ``ConfigError`` without the value."""
+        """Parse ``{env: NAME}`` or ``{file: /path}``. Raises ``ConfigError``, without the value, for anything else."""
         if isinstance(value, Secret):
             return value
         if not isinstance(value, Mapping):
@@ -64,7 +64,7 @@ class Secret:
             problem = "a reference to a secret names exactly one of env and file"
             raise ConfigError(key, problem, SECRET_ALLOWED)
         [(kind, name)] = value.items()
-        # The name is not repeated in these two sentences: a password put here by mistake must not be printed.
+        # These two sentences do not repeat the name: a password put here by mistake must not be printed.
         if kind == "env" and not (isinstance(name, str) and is_environment_name(name)):
             raise ConfigError(key, "env does not hold the name of an environment variable", SECRET_ALLOWED)
         if kind == "file":
@@ -76,7 +76,7 @@ class Secret:
         return cls(kind, name, key)
 
     def reveal(self) -> str:
-        """The secret value, read now, which UTF-8 can hold; one newline at the end of a file is dropped.
+        """Read and return the secret value, which is valid UTF-8; one newline at the end of a file is dropped.
 
         Raises ``ConfigError`` naming the key path if the variable is not set, the file cannot be read, it is empty, or
         it is not UTF-8 text.
@@ -88,7 +88,7 @@ class Secret:
             place = f"environment variable {self.name}" if self.kind == "env" else f"file {quoted(self.name)}"
             raise ConfigError(self.key, f"the {place} is empty")
         try:
-            # Bytes of the environment that are no UTF-8 arrive as surrogates.
+            # Environment bytes that are not UTF-8 arrive as surrogates.
             value.encode()
         except UnicodeEncodeError:
             # "from None" and no detail: the original error carries the secret.
@@ -116,9 +116,9 @@ class Secret:
 
 
 def text_of(path: str, most: int) -> str:
-    """The text of a plain file of up to ``most`` bytes. Raises ConfigError, its key empty, which holds none of it."""
+    """Read a plain file of up to ``most`` bytes. Raises ConfigError with an empty key and without any of the text."""
     try:
-        # A pipe that nobody writes to would be waited for.
+        # Without O_NONBLOCK, opening a pipe without a writer would hang.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -153,24 +153,24 @@ _SECRET_ALLOWED = (
     f"one line of at least {SHORTEST_SECRET} characters that nobody can guess, as of: openssl rand -base64 32"
 )
 _FEWEST_CHARACTERS = 8
-"""Different ones in a key. 32 random hex digits have fewer once in 30 million."""
+"""Minimum distinct characters in a key. 32 random hex digits have fewer once in 30 million."""
 _ONE_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
-"""Printable ASCII without blanks at its ends: of anything else an editor or a shell makes another key unseen."""
+"""Printable ASCII without outer blanks: editors and shells could silently change any other key."""
 
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class SealKeyReference(Secret):
-    """One key: its id, and where its secret is found."""
+    """One key: its id and the reference to its secret."""
 
     id: str = ""
 
     @classmethod
     def parse(cls, value: object, key: str = "") -> SealKeyReference:
-        """As of any secret, with ``id`` beside it."""
+        """Parse a secret reference that also has an ``id``."""
         if isinstance(value, SealKeyReference):
             return value
         if not isinstance(value, Mapping):
-            # Not repeated in the sentence: it may be a key.
+            # The sentence does not repeat the value: it may be a key.
             raise ConfigError(key, "a key is never written here: reference it", _KEYS_ALLOWED)
         id = value.get("id")
         if not isinstance(id, str) or not is_key_id(id):
@@ -179,7 +179,7 @@ class SealKeyReference(Secret):
         return cls(found.kind, found.name, key, id)
 
     def reveal(self) -> str:
-        """The key, read now. Raises ConfigError also for what is not exactly one, and for one that can be guessed."""
+        """Read and return the key. Raises ConfigError also for text that is not exactly one key, or is guessable."""
         text = Secret.reveal(self)
         if not _ONE_KEY.fullmatch(text):
             problem = "it is not exactly one key: one line of printable ASCII, without blanks or marks around it"
@@ -216,7 +216,7 @@ class SealConfig(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _no_key_is_a_name(cls, values: object) -> object:
-        """A name that is near to none of ours may be a key, and is not repeated."""
+        """Refuse unknown names without repeating them unless they are close to a known name: they may be keys."""
         for name in values if isinstance(values, Mapping) else ():
             known = name in cls.model_fields or name in cls.removed
             if not known and not (isinstance(name, str) and did_you_mean(name, cls.model_fields)):
@@ -224,15 +224,15 @@ class SealConfig(ConfigModel):
         return values
 
     def opened(self, key: str) -> Seal:
-        """The seal with its keys, read now. ``key``: the key path of this mapping, for errors.
+        """Return the seal with its keys, which are read now. ``key`` is the key path of this mapping, for errors.
 
-        Raises ConfigError for a secret that is not there or no key, MissingPackageError.
+        Raises ConfigError for a secret that is missing or not a key, and MissingPackageError.
         """
         try:
             need("cryptography")
         except MissingPackageError as error:
             raise ConfigError(key, str(error)) from None
-        # Not before a tier is opened: it imports numpy.
+        # Imported only when a tier is opened, because it imports numpy.
         from hicache_ext.page.transforms.sealing import Seal, SealKey, SealMode
 
         found = [

@@ -1,4 +1,4 @@
-"""What every type of tier has in the configuration."""
+"""The configuration that all types of tier share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BUDGET = re.compile(r"(.+?) ?/ ?([a-z]+)", re.ASCII)
 
 
 def parse_budget(value: object) -> float:
-    """Bytes a second for '20TiB/day'. Raises ConfigError with an empty key."""
+    """Return bytes per second for a text such as '20TiB/day'. Raises ConfigError with an empty key."""
     if not isinstance(value, str):
         raise refuse(value, BUDGET_ALLOWED)
     match = _BUDGET.fullmatch(value.strip())
@@ -54,7 +54,7 @@ def parse_budget(value: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Whether other machines have the same pages, and why, for people."""
+    """Whether other machines have the same pages, and the reason in words."""
 
     shared: bool
     reason: str
@@ -64,9 +64,9 @@ class Sharing:
 
 
 READ_TIMEOUT = 1.0
-"""Seconds, where none are configured, for what a first token may wait for."""
+"""Default timeout in seconds for calls that a first token may wait for."""
 WRITE_TIMEOUT = 5.0
-"""Seconds, where none are configured, for what no request waits for."""
+"""Default timeout in seconds for calls that no request waits for."""
 
 _TIMEOUTS = "a duration from 1ms to 1h, such as 2s"
 
@@ -100,61 +100,61 @@ class TierConfig(ConfigModel):
     _only_read: bool = PrivateAttr(default=False)
 
     keeps_timeout: ClassVar[bool] = False
-    """Whether the store of this type ends each call within ``timeout`` by itself, on every path, and then leaves the
-    batch's memory alone. Other stores are given memory of the deadline guard instead of SGLang's host pages."""
+    """Whether stores of this type end every call within ``timeout`` on their own and then no longer touch the batch's
+    memory. Other stores get memory of the deadline guard instead of SGLang's host pages."""
 
     remote: ClassVar[bool] = False
-    """Whether its pages are reached over the network. Then it is shared, and the guards take it for slow."""
+    """Whether its pages are reached over the network. If so it is shared, and the guards treat it as slow."""
 
     carries_hints: ClassVar[bool] = False
     """Whether its store is a board for the hints between decode and prefill nodes (contract/abilities.py)."""
 
     lists_pages: ClassVar[bool] = False
-    """Whether its store can tell cheaply which pages it holds (contract/abilities.py), so that events can."""
+    """Whether its store can list its pages cheaply (contract/abilities.py), so that events can report them."""
 
     keeps_identities: ClassVar[bool] = False
-    """Whether the documents of its identities are kept beside its pages, where tools find them."""
+    """Whether the documents of its identities are stored next to its pages, where tools find them."""
 
     block: ClassVar[int] = 1
-    """Bytes of which the store takes whole ones for each page anyway: sealed pages are padded to them."""
+    """Block size in bytes to which the store rounds up each page anyway: sealed pages are padded to it."""
 
     live_keys: ClassVar[frozenset[str]] = frozenset({"required", "timeout", "seal", "admission", "write_budget"})
     """Keys that a reload may change while the tier is in use. Every other change is refused with a sentence."""
 
     @property
     def only_read(self) -> bool:
-        """Whether this server writes nothing to it: then it needs no permission to."""
+        """Whether this server writes nothing to the tier, and so needs no permission to."""
         return self._only_read
 
     def not_written(self) -> Self:
-        """This tier, as one that is only read."""
+        """Return a copy of this tier that is only read."""
         mine = self.model_copy()
         mine._only_read = True
         return mine
 
     def directories(self) -> tuple[str, ...]:
-        """The local directories this tier owns; no two tiers may share one."""
+        """Return the local directories this tier owns; no two tiers may share one."""
         return ()
 
     @property
     def tells_pages(self) -> bool:
-        """Whether KV events can say which pages it holds: not where a seal hides their names."""
+        """Whether KV events can report which pages the tier holds: not if a seal hides their names."""
         return self.lists_pages and (self.seal is None or self.seal.mode != "encrypt")
 
     def sharing(self) -> Sharing:
-        """Whether other machines have its pages, on this node: of several directories all must be shared. Asks no
-        server."""
+        """Return whether other machines have its pages, as seen from this node: if there are several directories, all
+        must be shared. Asks no server."""
         if found := [file_system_of(Path(path)) for path in self.directories()]:
             decisive = next((one for one in found if not one.shared), found[0])
             return Sharing(decisive.shared, decisive.reason)
         return Sharing(self.remote, "reached over the network" if self.remote else "of this machine")
 
     def for_rank(self, tp_rank: int) -> Self:
-        """This tier as the tensor-parallel rank ``tp_rank`` uses it. Raises ConfigError, its key below the tier's."""
+        """Return this tier for the tensor-parallel rank ``tp_rank``. Raises ConfigError, its key below the tier's."""
         return self
 
     def transforms(self, name: str) -> Transforms | None:
-        """What is done to the pages of ``tiers.<name>`` on their way; None for nothing. Raises ConfigError."""
+        """Return the transforms of the pages of ``tiers.<name>``; None if there are none. Raises ConfigError."""
         if self.seal is None and self.codec == "off":
             return None
         from hicache_ext.page.transforms.forms import Transforms
@@ -163,7 +163,7 @@ class TierConfig(ConfigModel):
         return Transforms(self._opened_codec(f"hicache_ext.tiers.{name}.codec"), seal, self.block)
 
     def _opened_codec(self, key: str) -> Codec | None:
-        """``key``: the key path of ``codec``. Raises ConfigError."""
+        """Return the codec, or None. ``key`` is the key path of ``codec``. Raises ConfigError."""
         if self.codec == "off":
             return None
         try:
@@ -175,7 +175,7 @@ class TierConfig(ConfigModel):
         return Codec("lossless", Paying()) if self.codec == "auto" else Codec(self.codec)
 
     def transformed(self, name: str, store: PageStore) -> PageStore:
-        """The store of ``tiers.<name>`` with what is done to its pages around it. Raises ConfigError."""
+        """Wrap the store of ``tiers.<name>`` in the transforms of its pages. Raises ConfigError."""
         transforms = self.transforms(name)
         if transforms is None:
             return store
@@ -184,7 +184,7 @@ class TierConfig(ConfigModel):
         return TransformedStore(store, transforms.codec, transforms.seal, block=transforms.block)
 
     def summary(self) -> str:
-        """One line for ``hicache-ext config check``; secrets never appear in it."""
+        """Return one line for ``hicache-ext config check``; secrets never appear in it."""
         return self.type
 
 
@@ -198,12 +198,12 @@ class RemoteTierConfig(TierConfig):
 
     @property
     def longest_call(self) -> float:
-        """Seconds after which the store itself ends any call. The guards give most calls less."""
+        """Seconds after which the store itself ends any call. The guards give most calls less time."""
         return WRITE_TIMEOUT if self.timeout is None else self.timeout
 
 
 def tier_types() -> dict[str, type[TierConfig]]:
-    """The class of each ``type`` that can be used; what another package brings and cannot be imported is left out."""
+    """Return the class of each usable ``type``; those of other packages that cannot be imported are left out."""
     classes = {}
     for name in tier_type_names():
         try:
@@ -214,7 +214,7 @@ def tier_types() -> dict[str, type[TierConfig]]:
 
 
 def _class_of(name: str) -> type[TierConfig]:
-    """Raises TierTypeError."""
+    """Return the configuration class of a type. Raises TierTypeError."""
     model = tier_type(name).config
     if not issubclass(model, TierConfig):
         raise TierTypeError(name, f"cannot be used: its configuration {model.__qualname__} is no TierConfig")
@@ -243,4 +243,4 @@ def _by_type(value: Any, handler: ValidatorFunctionWrapHandler, info: Validation
 
 
 AnyTier = Annotated[SerializeAsAny[TierConfig], WrapValidator(_by_type)]
-"""One tier of whichever class its ``type`` names."""
+"""A tier of the class that its ``type`` names."""

@@ -3,15 +3,15 @@
 Sizes are bytes: ``MiB`` is 2**20 and ``MB`` is 10**6; a bare ``M`` is refused because half its readers mean the other
 one. Durations are seconds.
 
-Below them parsers for single values within limits, for the fields of every model: numbers, sizes, durations, paths.
+Next come parsers for single values within limits, for the fields of every model: numbers, sizes, durations, paths.
 
-Each is, or makes, a parser for ``schema.Allowed``: it takes what the file says and returns the value, or raises
-``ConfigError`` with an empty key; the field's ``Allowed`` ends the sentence.
+Each is, or returns, a parser for ``schema.Allowed``: it takes the value in the file and returns the parsed one, or
+raises ``ConfigError`` with an empty key; the field's ``Allowed`` ends the sentence.
 
-Paths and addresses may have templates, so that one file can be given to every node: ``{hostname}`` is this host's name
-and ``{env:NAME}`` an environment variable; ``{{`` and ``}}`` are plain braces. What differs between the ranks or the
-starts of one server is not offered: capacity is a promise for a whole directory, and a cache that moves at every start
-is never read.
+Paths and addresses may have templates, so that all nodes can share one file: ``{hostname}`` is this host's name and
+``{env:NAME}`` an environment variable; ``{{`` and ``}}`` are plain braces. There are no templates that differ between
+ranks or starts of one server: capacity is a promise for a whole directory, and a cache that moves at every start is
+never read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DURATION_ALLOWED = "seconds such as 0.25, or a duration such as 10us, 250ms, 2s,
 
 LARGEST_SIZE = 2**63 - 1
 LONGEST_DURATION = 8760 * 3600.0
-"""One year: far below what timers take, far above any deadline that is meant."""
+"""One year: far below the limits of timers, far above any sensible deadline."""
 
 _PREFIXES = "KMGTPE"
 _BINARY_UNITS = {f"{prefix}iB": 1024 ** (power + 1) for power, prefix in enumerate(_PREFIXES)}
@@ -53,7 +53,7 @@ _NUMBER_AND_UNIT = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{1,1100})?) ?([A-Za
 
 
 def parse_size(value: object, key: str = "") -> int:
-    """Bytes for ``value``: a whole number of bytes, or a number with a unit ('512MiB', '1.5GB').
+    """Parse ``value`` as bytes: a whole number of bytes, or a number with a unit ('512MiB', '1.5GB').
 
     A fraction of a byte is rounded down. Raises ``ConfigError`` naming ``key``.
     """
@@ -63,7 +63,7 @@ def parse_size(value: object, key: str = "") -> int:
 
 
 def format_size(size: int) -> str:
-    """``size`` bytes in the largest unit that holds it exactly; ``parse_size`` gives the same number back."""
+    """Format ``size`` bytes in the largest unit that holds it exactly; ``parse_size`` returns the same number."""
     if size:
         for units in (_BINARY_UNITS, _DECIMAL_UNITS):
             for unit, factor in reversed(units.items()):
@@ -73,7 +73,7 @@ def format_size(size: int) -> str:
 
 
 def rounded_size(size: float) -> str:
-    """``size`` bytes for people to read: '57.5MiB'."""
+    """Format ``size`` bytes for people, rounded: '57.5MiB'."""
     fitting = [name for name, factor in _BINARY_UNITS.items() if size >= factor]
     if not fitting:
         return f"{size:.0f}B"
@@ -81,7 +81,7 @@ def rounded_size(size: float) -> str:
 
 
 def parse_duration(value: object, key: str = "") -> float:
-    """Seconds for ``value``: a number of seconds, or a number with a unit ('250ms', '5m').
+    """Parse ``value`` as seconds: a number of seconds, or a number with a unit ('250ms', '5m').
 
     Raises ``ConfigError`` naming ``key``.
     """
@@ -107,7 +107,7 @@ def _quantity(
 
 
 def format_duration(seconds: float) -> str:
-    """``seconds`` in the largest unit that holds it as a whole number; ``parse_duration`` gives the same float back."""
+    """Format ``seconds`` in the largest unit that gives a whole number; ``parse_duration`` returns the same float."""
     exact = Fraction(Decimal(repr(seconds)))
     if exact:
         for unit, factor in reversed(_DURATION_UNITS.items()):
@@ -146,17 +146,17 @@ _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def is_environment_name(name: str) -> bool:
-    """Whether ``name`` can be the name of an environment variable."""
+    """Return whether ``name`` can be the name of an environment variable."""
     return _ENVIRONMENT_NAME.fullmatch(name) is not None
 
 
 def expand_templates(text: str, key: str = "") -> str:
-    """``text`` with every template replaced by its value on this node; ``ConfigError`` naming ``key`` if one cannot be.
+    """Replace every template in ``text`` by its value on this node. Raises ``ConfigError`` naming ``key``.
 
     The value of an environment variable never appears in an error.
     """
     if (shell := _SHELL_VARIABLE.search(text)) is not None:
-        # Taken as it is, it would make a directory of that name.
+        # Taken literally, it would create a directory of that name.
         problem = f"{quoted(shell[0])} is no template; did you mean {quoted(f'{{env:{shell[1] or shell[2]}}}')}?"
         raise ConfigError(key, problem, TEMPLATES_ALLOWED)
     return _PIECE.sub(lambda piece: _value(piece.group(), text, key), text)
@@ -188,14 +188,14 @@ Parser = Callable[[object], Value]
 
 
 def not_empty(value: object) -> object:
-    """What the field's type takes, but no empty value: SGLang reads the key as well, and refuses that."""
+    """Refuse an empty value: SGLang reads the key as well, and refuses it."""
     if value is None:
         raise refuse(value)
     return value
 
 
 def whole_number(least: int, most: float) -> Parser[int]:
-    """A whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
+    """Return a parser for a whole number from ``least`` to ``most`` (``math.inf`` for no limit)."""
 
     def parse(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -206,15 +206,15 @@ def whole_number(least: int, most: float) -> Parser[int]:
 
 
 def size(least: int, most: float, *, or_none: bool = False, units: str = "") -> Parser[int]:
-    """Bytes from ``least`` to ``most``, written as a whole number or with a unit; with ``or_none`` also 0.
+    """Return a parser for ``least`` to ``most`` bytes, as a whole number or with a unit; with ``or_none`` also 0.
 
-    ``units`` takes the place of ``allowed`` where the unit is what is wrong.
+    ``units`` replaces ``allowed`` if the unit is wrong.
     """
     return _within(parse_size, format_size, least, most, or_none, units)
 
 
 def duration(least: float, most: float) -> Parser[float]:
-    """Seconds from ``least`` to ``most``, written as a number or with a unit."""
+    """Return a parser for ``least`` to ``most`` seconds, written as a number or with a unit."""
     return _within(parse_duration, format_duration, least, most, none=False)
 
 
@@ -236,24 +236,24 @@ def _within(
 
 
 def or_word(word: str | None, meaning: Word, parse: Parser[Value]) -> Parser[Value | Word]:
-    """What ``parse`` takes, or ``word`` (None: an empty value), which stands for ``meaning``."""
+    """Return a parser like ``parse`` that also accepts ``word`` (None: an empty value) and returns ``meaning``."""
     return lambda value: meaning if value == word else parse(value)
 
 
 def or_auto(parse: Parser[Any] = lambda value: value) -> Parser[Any]:
-    """What ``parse`` takes, or else the field's type; ``auto`` and an empty value are None."""
+    """Return a parser like ``parse`` that returns None for ``auto`` and an empty value."""
     return or_word(None, None, or_word("auto", None, parse))
 
 
 def text(value: object) -> str:
-    """Text that can be printed, templates expanded."""
+    """Return printable text with templates expanded."""
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise refuse(value)
     return expand_templates(value)
 
 
 def absolute_path(value: object) -> str:
-    """An absolute path, templates expanded. Errors show it as written: no environment variable is shown."""
+    """Return an absolute path with templates expanded. Errors show it as written, without environment variables."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise refuse(value)
     path = expand_templates(value)
@@ -263,11 +263,11 @@ def absolute_path(value: object) -> str:
 
 
 from_list = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""For a field that is a tuple: the file has a list."""
+"""Converts a list in the file for a field that is a tuple."""
 
 
 def one_or_more(parse: Callable[[object, str, Sequence[Value]], Value]) -> Parser[tuple[Value, ...]]:
-    """One value or a list of them. ``parse`` takes what was written, the key of its place, and those before it."""
+    """Return a parser for one value or a list. ``parse`` takes a value as written, its key, and the values before."""
 
     def parse_all(value: object) -> tuple[Value, ...]:
         if not isinstance(value, list | tuple):
@@ -283,7 +283,7 @@ def one_or_more(parse: Callable[[object, str, Sequence[Value]], Value]) -> Parse
 
 
 def directory_relation(path: str, other: str) -> str:
-    """How normalised ``path`` collides with ``other``, in words, or ""."""
+    """Return in words how the normalised ``path`` collides with ``other``, or ""."""
     if path == other:
         return "is the same directory as"
     if path.startswith(other + "/"):

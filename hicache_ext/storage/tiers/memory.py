@@ -1,6 +1,6 @@
-"""The memory tier: pages in a dict of this process. The example to copy for a tier of your own (docs/write-a-tier.md).
+"""The memory tier: pages in a dict of this process. Copy this example to write your own tier (docs/write-a-tier.md).
 
-Nothing outlives the process and nobody else sees the pages; every other promise of contract/store.py is kept.
+Pages do not outlive the process and are not shared; every other promise of contract/store.py is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MemoryPageStore(TierStore):
     def details(self) -> dict[str, Any]:
         return {"pages": len(self.objects)}
 
-    # One result for each page. HIT only for the page that was asked for, whole: decode_object checks it, then copies.
+    # One result per page. HIT only for the requested page, intact: decode_object checks it, then copies it.
     def _read(self, batch: PageBatch) -> list[GetResult]:
         with self._lock:
             return [self._read_page(*page) for page in zip(batch.keys, batch.buffers, strict=True)]
@@ -58,12 +58,12 @@ class MemoryPageStore(TierStore):
         if reason is None:
             return GetResult.HIT
         self.metrics.add("corrupt", reason)
-        # Gone, so that the next write replaces it: exactly the copy that was read (networks: contract/bad_pages.py).
+        # Remove exactly the copy that was read, so that the next write replaces it (networks: contract/bad_pages.py).
         if self.objects.get(key) is stored:
             del self.objects[key]
         return GetResult.CORRUPT
 
-    # The first writer wins, and a page becomes visible whole: here one assignment, on disk a rename or a transaction.
+    # The first writer wins, and a page appears atomically: here by an assignment, on disk by a rename or a transaction.
     def _write(self, batch: PageBatch) -> list[SetResult]:
         with self._lock:
             return [self._write_page(*page) for page in zip(batch.keys, batch.buffers, strict=True)]
@@ -74,16 +74,16 @@ class MemoryPageStore(TierStore):
         self.objects[key] = bytes(encode_object(key, segments))
         return SetResult.STORED
 
-    # Present, not checked: a page may still turn out CORRUPT when it is read.
+    # Presence is not verified: a page may still turn out CORRUPT when it is read.
     def _has(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self.objects for key in keys]
 
-    # How many were there.
+    # Returns how many pages existed.
     def _remove(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             return sum(self.objects.pop(key, None) is not None for key in keys)
 
-    # Only the copies that somebody has seen: one that came since stays. The dict has no call that compares.
+    # Removes only the copies that the caller has seen; a newer one stays. A dict has no compare-and-delete.
     def _remove_copies(self, copies: Mapping[bytes, bytes]) -> int:
         with self._lock:
             stored = {key: self.objects.get(key) for key in copies}
@@ -92,7 +92,7 @@ class MemoryPageStore(TierStore):
                 del self.objects[key]
             return len(same)
 
-    # How many identities had pages; None means all. A medium that cannot do it at once uses contract/clearing.py.
+    # Returns how many identities had pages; None clears all. A slow medium does this by contract/clearing.py.
     def _clear(self, digests: Sequence[bytes] | None) -> int:
         with self._lock:
             keys = [key for key in self.objects if digests is None or key[:IDENTITY_LENGTH] in digests]
@@ -100,7 +100,7 @@ class MemoryPageStore(TierStore):
                 del self.objects[key]
             return len({key[:IDENTITY_LENGTH] for key in keys})
 
-    # An ability: whoever warms this tier asks which identities it has.
+    # An ability: code that warms this tier asks which identities it has.
     def _register(self, digest: bytes, document: dict[str, Any]) -> None:
         self._documents[digest] = document
 

@@ -35,7 +35,7 @@ Devices = str | dict[int, str]
 
 
 def _address(value: object, allowed: str = _ADDRESS_ALLOWED) -> str:
-    """host:port, templates expanded."""
+    """Validate host:port and expand templates."""
     if not isinstance(value, str):
         raise refuse(value, allowed)
     address = expand_templates(value)
@@ -54,7 +54,7 @@ def _master(value: object) -> str:
 
 
 def parse_devices(value: object) -> Devices:
-    """Device names for all ranks, or per tp rank."""
+    """Parse device names for all ranks, or per tp rank."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple) and value:
@@ -112,7 +112,7 @@ class MooncakeTierConfig(RemoteTierConfig):
     """address of the master's metrics, for hicache-ext doctor"""
 
     def for_rank(self, tp_rank: int) -> Self:
-        """This tier as the rank ``tp_rank`` uses it. Raises ConfigError when ``devices`` leaves the rank out."""
+        """Return the configuration for rank ``tp_rank``. Raises ConfigError if ``devices`` omits the rank."""
         if isinstance(self.devices, str):
             return self
         if tp_rank not in self.devices:
@@ -120,11 +120,11 @@ class MooncakeTierConfig(RemoteTierConfig):
         return self.model_copy(update={"devices": self.devices[tp_rank]})
 
     def device_names(self) -> str:
-        """The devices of one rank; those of rank 0 where ranks differ and none was chosen."""
+        """Return the devices of the rank; those of rank 0 if ranks differ and none was chosen."""
         return self.devices if isinstance(self.devices, str) else self.devices.get(0, "")
 
     def master_addresses(self) -> list[str]:
-        """host:port of the master, or of each etcd."""
+        """Return host:port of the master, or of each etcd."""
         return self.master.removeprefix(ETCD).split(";")
 
     def summary(self) -> str:

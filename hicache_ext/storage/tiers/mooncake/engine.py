@@ -1,8 +1,8 @@
-"""The Mooncake client library: how it is imported and set up, and what its return codes mean.
+"""The Mooncake client library: its import, its setup, and the meaning of its return codes.
 
 The library crashes the process on a call before ``setup`` or after ``close``, and its calls cannot be interrupted. So
-only ``Attachment`` holds a client, and calls are bounded by the library itself, through environment variables set
-before its first import. A variable set by the user is kept.
+only ``Attachment`` holds a client, and the library itself bounds calls by environment variables that are set before its
+first import. A variable set by the user is kept.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ REASONS = {
 }
 
 _LIBRARY_BUFFER = 16 << 20
-"""Bytes of a buffer that the library wants, and no call of ours uses."""
+"""Bytes of a buffer that the library requires but none of our calls uses."""
 _SETUP_SECONDS = 10.0
 _SETUP_SECONDS_PER_BYTE = 1.0 / (1 << 30)
 """Setup allocates a contributed segment and, with RDMA, pins it: a second per GiB."""
 
 
 def reason_of(code: int) -> str:
-    """A return code as a metric label."""
+    """Return the metric label for a return code."""
     return REASONS.get(code, f"code_{-code}")
 
 
 def environment(timeout: float) -> dict[str, str]:
-    """The library's variables for calls that end within about ``timeout`` seconds. See docs/mooncake.md."""
+    """Return the library's variables that limit calls to about ``timeout`` seconds. See docs/mooncake.md."""
     return {
         "MC_LOG_LEVEL": "ERROR",
         # Without these two a frozen master holds every call for 30 s, and setup tries for 90 s.
@@ -86,59 +86,59 @@ def environment(timeout: float) -> dict[str, str]:
 
 # -- attachment --------------------------------------------------------------------------------------------------------
 #
-# Holds the Mooncake client, alone: no call reaches the library before setup, after close, or without a master.
-#
-# States: *attached* (calls go through), *away* (calls are refused at once; it is probed in the background), *closed*. A
-# late call keeps others out until it is known what it waits for: a master that hangs would hold each of them.
+# Only the attachment holds the Mooncake client: no call reaches the library before setup, after close, or without a
+# master. States: *attached* (calls go through), *away* (calls are refused immediately; the master is probed in the
+# background), *closed*. A late call blocks others until it is known what it waits for: a hung master would hang them
+# all.
 
 
 Answer = TypeVar("Answer")
 
 _ATTEMPTS = Backoff(0.25, 5.0)
-"""Seconds between two attempts to get back."""
+"""Seconds between two attempts to reconnect."""
 _PROBE_SECONDS = 1.0
 _PROBE_KEY = "hicache_ext/probe"
 _MOST_LATE = 8
-"""Late calls that others go on beside. Each has memory of the tier, 32 MiB or a page."""
+"""Number of late calls at which new calls are refused. Each keeps memory of the tier: 32 MiB or a page."""
 _NICENESS = 5
-"""The library spins while it waits for a transfer, and would keep the thread that makes the transfer off its CPU. Not
-more: threads with 10 or 19 kept the GIL for up to 45 or 220 ms (docs/decisions/mooncake.md)."""
+"""The library busy-waits for transfers and would keep the transferring thread off its CPU. A higher value is worse:
+threads with niceness 10 or 19 held the GIL for up to 45 or 220 ms (docs/decisions/mooncake.md)."""
 
 
 class Attachment:
-    """The client. Any thread."""
+    """Owns the client. Threads: any."""
 
     def __init__(self, name: str, tier: MooncakeTierConfig) -> None:
-        """Raises StoreSetupError when the library is not installed, or the pool cannot be reached."""
+        """Set up the client. Raises StoreSetupError if the library is missing or the pool cannot be reached."""
         self.name = name
         self.tier = tier
         self.log = LimitedLog(logger)
-        """For all parts of the tier."""
+        """Log shared by all parts of the tier."""
         self._lock = threading.Lock()
         self._calls = CallGate(name)
         self._client = self.open_client()
         self._master = Breaker(f"hicache-{name}-return", self._try_to_return, _ATTEMPTS)
         self._unexplained: set[Callable[[], object]] = set()
-        """Late calls of which it is not known yet what they wait for."""
+        """Late calls for which it is not yet known what they wait for."""
         self._threads = ThreadPool(f"hicache-{name}-call", niceness=_NICENESS)
         self._registered: list[int] = []
-        """Addresses of memory."""
+        """Addresses of registered memory regions."""
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Any]:
-        """The client for one call of the store, or None while it is away. Raises StoreClosedError."""
+        """Yield the client for one call of the store, or None while it is away. Raises StoreClosedError."""
         with self._calls:
             yield self._client if self._open_to_calls else None
 
     @contextlib.contextmanager
     def inquiring(self) -> Iterator[Any]:
-        """The client, for finding out what late calls wait for: None only while there is no master."""
+        """Yield the client for finding out what late calls wait for; None only while there is no master."""
         with self._calls:
             yield self._client if self._master.up else None
 
     @property
     def late(self) -> int:
-        """Calls left behind by their callers; they only touch memory of the store."""
+        """The number of calls that their callers abandoned; they only touch memory of the store."""
         return self._threads.left_behind
 
     @property
@@ -150,7 +150,7 @@ class Attachment:
         return not self._master.closing and self._open_to_calls
 
     def report(self, code: int) -> None:
-        """A call was answered with ``code``: without its master the pool is away until it answers again."""
+        """Process the return ``code`` of a call: if the master is lost, the pool is away until it answers again."""
         if code in MASTER_LOST:
             self._leave(f"the master does not answer ({code})")
 
@@ -163,11 +163,11 @@ class Attachment:
         explain: Callable[[], bool] | None = None,
         learn: Callable[[Answer], object] = lambda answer: None,
     ) -> Answer | None:
-        """The answer of ``call``, which uses the client and memory of the tier alone; None at ``deadline``.
+        """Return the result of ``call``, which may only use the client and memory of the tier; None at ``deadline``.
 
-        It cannot be stopped: a late call goes on without its caller, and no other passes until it has ended, or
-        until ``explain``, on a thread of its own, knows what it waits for. ``scratch``, which it uses, is then left
-        behind with it, and given back when it ends; and ``learn`` is called with its answer.
+        The call cannot be stopped: if late, it goes on without its caller, and other calls are refused until it ends or
+        ``explain``, on a separate thread, finds out what it waits for. It keeps the ``scratch`` memory that it uses and
+        gives it back when it ends; then ``learn`` is called with its result.
         """
         answers: list[Answer] = []
         started = time.monotonic()
@@ -201,28 +201,28 @@ class Attachment:
             scratch.left_behind = True
         self._unexplained.add(run)
         if under_way.ended:
-            # Before the line above, perhaps, and then nobody else does.
+            # It may have ended before the line above; then nothing else would discard it.
             self._unexplained.discard(run)
         seconds = time.monotonic() - started
         self.log.log(logging.WARNING, "late", "hicache_ext: tier %s: no answer in %.1f s", self.name, seconds)
         if explain is not None:
-            # Without a thread: when it ends.
+            # If no thread can be started, the call is discarded when it ends.
             with contextlib.suppress(RuntimeError):
                 self._threads.start(lambda: self._unexplained.discard(run) if explain() else None)
         return None
 
     def master_answers(self) -> bool:
-        """Whether an attached client's master does: what a late transfer waits for is then a holder."""
+        """Return whether the master answers: if so, a late transfer is waiting for a holder."""
         try:
             with self.inquiring() as client:
                 return client is not None and client.is_exist(_PROBE_KEY) not in MASTER_LOST
         except StoreClosedError:
             return False
 
-    # -- memory that is moved ----------------------------------------------------------------------------------------
+    # -- registered memory -----------------------------------------------------------------------------------------
 
     def register(self, region: memoryview) -> None:
-        """Register memory with the library, which refuses what it knows already. Raises StoreSetupError."""
+        """Register memory with the library, which refuses memory it already knows. Raises StoreSetupError."""
         with self._calls, self._lock:
             address = address_of(region)
             if (result := self._client.register_buffer(address, region.nbytes)) != OK:
@@ -237,17 +237,17 @@ class Attachment:
             self.log.log(logging.WARNING, "master", "hicache_ext: tier %s: %s", self.name, reason)
 
     def _try_to_return(self) -> bool:
-        """Whether the master answers: a frozen one has an open port, too."""
+        """Return whether the master answers; an open port is not enough, since a frozen master has one, too."""
         if not self.port_answers(_PROBE_SECONDS) or self._client.is_exist(_PROBE_KEY) in MASTER_LOST:
             return False
         self.log.log(logging.INFO, "back", "hicache_ext: tier %s: the master answers again", self.name)
         return True
 
     def close(self) -> None:
-        """Wait for calls under way, give memory back, close the client. Idempotent.
+        """Wait for calls in progress, release memory, and close the client. Idempotent.
 
-        Bounded by the tier's timeout: the client of a call that has not ended by then is not closed, which would crash
-        the process.
+        Bounded by the tier's timeout: if a call has not ended by then, the client stays open, since closing it would
+        crash the process.
         """
         deadline = time.monotonic() + self.tier.longest_call
         with self._lock:
@@ -255,7 +255,7 @@ class Attachment:
                 return
             self._master.close(0)
         ended = self._calls.shut_within(max(0.0, deadline - time.monotonic()))
-        # It may be inside a probe or a setup.
+        # The breaker's thread may be inside a probe.
         ended = self._master.close(max(0.0, deadline - time.monotonic())) and ended
         ended = not self._threads.close(max(0.0, deadline - time.monotonic())) and ended
         if not ended:
@@ -268,10 +268,10 @@ class Attachment:
     # -- the library -----------------------------------------------------------------------------------------------
 
     def open_client(self) -> Any:
-        """A client that is set up. Bounded in time; raises StoreSetupError.
+        """Return a client that is set up. Bounded in time; raises StoreSetupError.
 
-        The port is probed first, because the library's own attempts take seconds. Setup runs on a thread of its own. A
-        late one is left behind and closes the client that it still gets.
+        The port is probed first, because the library's own attempts take seconds. Setup runs on a separate thread. A
+        late setup is abandoned, and closes the client if it still succeeds.
         """
         tier = self.tier
         for variable, value in environment(tier.longest_call).items():
@@ -313,7 +313,7 @@ class Attachment:
         return client
 
     def port_answers(self, seconds: float) -> bool:
-        """Whether the master's port, or an etcd's, accepts connections. That of a frozen one does, too."""
+        """Return whether the port of the master or of an etcd accepts connections, as even a frozen master's does."""
         addresses = self.tier.master_addresses()
         for address in addresses:
             host, _, port = address.rpartition(":")
@@ -323,7 +323,7 @@ class Attachment:
         return False
 
     def replicate_config(self) -> Any:
-        """How the objects of a put are kept."""
+        """Return the library's configuration of how the objects of a put are replicated and pinned."""
         config = self._library.ReplicateConfig()
         config.replica_num = self.tier.replica_num
         config.with_hard_pin = self.tier.hard_pin
@@ -332,36 +332,36 @@ class Attachment:
 
 # -- memory of the tier ------------------------------------------------------------------------------------------------
 #
-# A call of the library cannot be stopped, so it never gets host memory: the calling thread copies pages to and from
-# scratch memory, and a late call is left behind with its scratch memory. There an object is one run of bytes, cut in
-# pieces of the best size: every buffer is a transfer of its own. Over TCP that pays for most of the copy
-# (docs/decisions/mooncake.md).
+# A library call cannot be stopped, so it never gets host memory: the calling thread copies pages to and from scratch
+# memory, and a late call is abandoned along with its scratch memory. There an object is contiguous and cut into pieces
+# of the best size, since every buffer is a separate transfer. Over TCP this gain makes up for most of the cost of the
+# copy (docs/decisions/mooncake.md).
 
 
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 PIECES = 128
-"""Pieces in one call of the library (or one page). For a frozen holder it waits piece by piece, with the memory of the
-call."""
+"""Maximum pieces in one library call, or one page. With a frozen holder the call waits for one piece after another and
+keeps its memory all the while."""
 PIECE_BYTES = 352 * 1024
-"""Largest piece of an object. Over TCP each piece is a transfer, four at once. Each costs a round trip; with larger
-ones the sockets' buffers outgrow the CPU's caches."""
+"""Maximum bytes of a piece. Over TCP each piece is a transfer, four at a time, and costs a round trip; with larger
+pieces the sockets' buffers outgrow the CPU's caches."""
 _ALIGNMENT = 4096
 COPY_THREADS = 2
-"""That move the pages of one portion between host and scratch memory: meanwhile nothing is on the wire."""
+"""Threads that copy a portion's pages between host and scratch memory, during which the network is idle."""
 ALONE_BYTES = 256 * 1024
-"""Pages smaller than that are copied by one thread: two would take the GIL from each other for each of them."""
+"""Smaller pages than this are copied by a single thread: two would contend for the GIL at every page."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 """Scratch memory of one call; more for a larger page."""
 
 
 @dataclass(slots=True)
 class Scratch:
-    """Memory for one call of the store."""
+    """Scratch memory for one call of the store."""
 
     pool: ScratchPool
     memory: memoryview
     left_behind: bool = False
-    """A call of the library still uses it, and gives it back when it ends (``Attachment.call_bounded``)."""
+    """Whether an abandoned library call still uses it and gives it back at its end (``Attachment.call_bounded``)."""
 
     def give_back(self) -> None:
         with self.pool.lock:
@@ -369,7 +369,7 @@ class Scratch:
 
 
 class ScratchPool:
-    """Scratch memory lent to calls: one region for each call at once. Any thread."""
+    """Lends scratch memory to calls: one region per concurrent call. Threads: any."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
@@ -378,7 +378,7 @@ class ScratchPool:
 
     @contextlib.contextmanager
     def lent(self, largest_page: int) -> Iterator[Scratch]:
-        """Memory for objects with payloads of up to ``largest_page`` bytes."""
+        """Lend memory for objects with payloads of up to ``largest_page`` bytes."""
         scratch = Scratch(self, self._take(max(SCRATCH_BYTES, HEADER_LENGTH + largest_page)))
         try:
             yield scratch
@@ -388,38 +388,38 @@ class ScratchPool:
 
     def _take(self, size: int) -> memoryview:
         with self.lock:
-            # The region used last is in the CPU's caches.
+            # The most recently used region is still in the CPU's caches.
             for number in reversed(range(len(self.free))):
                 if self.free[number].nbytes >= size:
                     return self.free.pop(number)
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Large pages, where the kernel has them: 16 MiB are copied and sent 1.05 to 1.15 times as fast.
+        # Huge pages, if the kernel has them: 16 MiB are copied and sent 1.05 to 1.15 times as fast.
         with contextlib.suppress(OSError, AttributeError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         region = memoryview(mapped)
         try:
             self._attachment.register(region)
         except StoreSetupError as error:
-            # Its transfers will fail with a code, which is a result; this would not be one.
+            # Transfers will then fail with a code, which becomes a result, unlike this exception.
             self._attachment.log.log(logging.WARNING, "memory", "hicache_ext: %s", error)
         return region
 
 
 @dataclass(slots=True)
 class Portion:
-    """The part of a batch that goes in one call. Lists are in the order of ``positions``."""
+    """The part of a batch that is sent in one library call. Lists are in the order of ``positions``."""
 
     positions: list[int] = field(default_factory=list)
     objects: list[memoryview] = field(default_factory=list)
-    """Scratch memory of header and payload."""
+    """Scratch memory for header and payload."""
     addresses: list[list[int]] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
 
 
 def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryview, most: int) -> Iterator[Portion]:
-    """``positions`` in order, at most ``most`` pieces (or one page) in a portion; ``payloads``: the bytes of all pages.
-
-    Each portion uses ``scratch`` anew: finish it before asking for the next. The largest page must fit.
+    """Yield ``positions`` in order in portions of at most ``most`` pieces, or one page. ``payloads`` are the payload
+    sizes of all pages, in bytes. Every portion reuses ``scratch``: finish it before taking the next. ``scratch`` must
+    fit the largest page.
     """
     base = address_of(scratch)
     portion, used, pieces_left = Portion(), 0, most
@@ -441,7 +441,7 @@ def portions(payloads: Sequence[int], positions: Sequence[int], scratch: memoryv
 
 @functools.lru_cache(maxsize=64)
 def _pieces(size: int) -> list[int]:
-    """The pieces of an object: all of one length, the last one at most as long."""
+    """Return the sizes of an object's pieces: all equal, except that the last may be shorter."""
     count = -(-size // PIECE_BYTES)
     length = size if count == 1 else -(-size // (count * _ALIGNMENT)) * _ALIGNMENT
     return [min(length, size - offset) for offset in range(0, size, length)]

@@ -1,4 +1,4 @@
-"""What ``hicache-ext doctor`` is told about a Mooncake pool."""
+"""The findings of ``hicache-ext doctor`` about a Mooncake pool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _METRIC = re.compile(r"^(\w+)(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 def examine(store: PageStore, tier: MooncakeTierConfig, attachment: Attachment) -> list[Finding]:
-    """Never raises; bounded by the tier's time-outs."""
+    """Return findings about the pool. Never raises; the tier's timeouts bound every step."""
     findings = [_version()]
     if attachment.port_answers(tier.longest_call):
         findings.append(Finding("master", Level.OK, f"{tier.master} accepts connections"))
@@ -69,7 +69,7 @@ def _capacity(tier: MooncakeTierConfig) -> Iterator[Finding]:
         yield Finding("capacity", Level.NOTE, "not known", "set metrics to the master's --metrics_port address")
         return
     try:
-        # Proxies of the environment are not for the cluster's own servers.
+        # Proxies from the environment must not be used for the cluster's own servers.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"http://{tier.metrics}/metrics", timeout=tier.longest_call) as response:
             text = response.read(1 << 22).decode(errors="replace")

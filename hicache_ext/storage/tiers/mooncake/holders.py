@@ -1,12 +1,12 @@
-"""Holders that do not answer: their pages are misses, and the pages of all others are read.
+"""Tracks holders that do not answer: their pages are misses, while the pages of all other holders are read.
 
-A holder is known by the endpoint that the master names for what lies there. The library reads the first copy of an
-object in memory, and waits for it: a second for a holder that was killed, two and more for one that is frozen, however
-many good holders have a part in the same call. So nothing is asked of a holder that is *out*, nor in one call with it.
+A holder is identified by the endpoint that the master reports for its objects. The library reads the first copy of an
+object in memory and waits for it: a second for a killed holder, two or more for a frozen one, however many healthy
+holders take part in the same call. Therefore no call includes pages of a holder that is *out*.
 
-While all holders answer nobody asks where pages lie. A call that fails or is late is looked into: the holders of its
-pages are out, in doubt, and probed after a tenth of a second by a read of some bytes. Those that answer are back at
-once; the others are probed again and again. What the master has forgotten is asked for no more.
+While all holders answer, the places of pages are not looked up. After a call that fails or is late, the holders of its
+pages are out, in doubt, and probed after a tenth of a second by reading a few bytes. Those that answer return
+immediately; the others are probed repeatedly. Objects that the master has forgotten are no longer used as probes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from hicache_ext.storage.tiers.mooncake.engine import Attachment
 
 _PROBES = Backoff(0.25, 1.0)
 _SLOW_START = 1.0
-"""Seconds over which a holder's pages are asked for again that was out for longer than a moment."""
+"""Seconds over which requests to a holder gradually resume after it was out for more than a moment."""
 _PROBED_NAMES = 8
-"""Names of pages of a holder that are kept to probe it with: some are evicted meanwhile."""
+"""Maximum page names kept per holder for probing it; several, since some are evicted meanwhile."""
 _MOST_OUT = 256
-"""Holders that are probed, each by a thread: the master may name any number."""
+"""Maximum holders that are probed, each by its own thread: the master may report any number."""
 _PROBED_BYTES = 64
 _MEMORY_BYTES = 4096
 
 
 _Place = tuple[str, int]
-"""The holder of the copy of an object that the library reads, and the object's size."""
+"""The holder of the copy that the library reads, and the object's size in bytes."""
 
 
 class _Holder:
-    """One that does not answer, or did not a moment ago."""
+    """A holder that does not answer, or did not answer a moment ago."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -52,17 +52,17 @@ class _Holder:
 
 
 class Holders:
-    """Threads: any."""
+    """The holders that are out. Threads: any."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._lock = threading.Lock()
-        """Taken before those of the breakers."""
+        """Acquired before the breakers' locks."""
         self._holders: dict[str, _Holder] = {}
         self._stopped = False
         self._memory = memoryview(mmap.mmap(-1, _MEMORY_BYTES))
-        """That probes read into; nobody looks at it."""
-        # Where it is refused a probe fails with a code, which is an answer, too.
+        """Buffer that probes read into; its contents are not used."""
+        # If registration is refused, probes fail with a code, which also counts as an answer.
         with contextlib.suppress(StoreSetupError):
             attachment.register(self._memory)
 
@@ -71,16 +71,16 @@ class Holders:
         return not self._holders
 
     def out(self) -> list[str]:
-        """The endpoints of those that do not answer."""
+        """Return the endpoints of the holders that do not answer."""
         with self._lock:
             return sorted(endpoint for endpoint, holder in self._holders.items() if not holder.breaker.up)
 
     # -- before a call ---------------------------------------------------------------------------------------------
 
     def lost(self, client: Any, names: Sequence[str], deadline: float) -> set[str]:
-        """Those of ``names`` that lie on a holder that is out; all of them where the master does not tell in time.
+        """Return those of ``names`` whose holder is out; all of them if the master does not reply in time.
 
-        Only of names that the master knows (``_known_places``).
+        The master must know every name (see ``_known_places``).
         """
         if self.all_answer or not names:
             return set()
@@ -89,7 +89,7 @@ class Holders:
             return set(names)
         with self._lock:
             holders = list(self._holders.values())
-        # Not under the lock: the last call of a slow start ends it.
+        # Without the lock: ``admit`` may end a slow start, which calls ``_changed``.
         shut = {holder.endpoint: holder for holder in holders if holder.breaker.admit() is None}
         lost = {name: shut[endpoint] for name, (endpoint, _) in places.items() if endpoint in shut}
         for name, holder in lost.items():
@@ -99,9 +99,9 @@ class Holders:
     # -- after a call ----------------------------------------------------------------------------------------------
 
     def learn(self, client: Any, failed: Mapping[str, int]) -> dict[str, int]:
-        """Transfers of objects failed that should have had these sizes: the sizes of those that have others.
+        """Process failed transfers of objects, name -> expected size. Return the sizes of those that have another size.
 
-        The holders of the rest are suspects.
+        The holders of the rest become suspects.
         """
         places = _places(client, list(failed))
         others = {name: size for name, (_, size) in places.items() if size != failed[name]}
@@ -109,7 +109,7 @@ class Holders:
         return others
 
     def look_into(self, names: Sequence[str]) -> bool:
-        """A call for ``names`` is late: suspect their holders. Whether the master told which they are."""
+        """Suspect the holders of ``names`` after a late call; return whether the master told which they are."""
         try:
             with self._attachment.inquiring() as client:
                 places = None if client is None else _known_places(client, names)
@@ -157,7 +157,7 @@ class Holders:
             self._log(holder, "answers again, or the master has forgotten it")
 
     def _answers(self, holder: _Holder) -> bool:
-        """Whether bytes can be read from there, or nothing that is known lies there any more."""
+        """Return whether bytes can be read from the holder, or none of its known objects is left there."""
         answers = self._probe(holder.endpoint, list(holder.names))
         if not answers and not holder.reported:
             holder.reported = True
@@ -189,7 +189,7 @@ class Holders:
             return False
 
     def stop(self) -> None:
-        """Begin no further probe."""
+        """Stop probing."""
         with self._lock:
             self._stopped = True
             breakers = [holder.breaker for holder in self._holders.values()]
@@ -198,7 +198,7 @@ class Holders:
 
 
 def _places(client: Any, names: Sequence[str]) -> dict[str, _Place]:
-    """Where each of ``names`` is read from, of those that the master knows."""
+    """Return the place that each of ``names`` is read from, for those that the master knows."""
     if not names:
         return {}
     places = {}
@@ -212,9 +212,9 @@ def _places(client: Any, names: Sequence[str]) -> dict[str, _Place]:
 
 
 def _known_places(client: Any, names: Sequence[str]) -> dict[str, _Place] | None:
-    """As ``_places``, for names of which some may be gone; None without a master.
+    """Return the same as ``_places`` for names some of which may be gone; None without a master.
 
-    The library logs a line for each name whose place is asked for in vain.
+    The library would log a line for each unknown name whose place is requested.
     """
     codes = client.batch_is_exist(names) if names else []
     if any(code < 0 for code in codes):

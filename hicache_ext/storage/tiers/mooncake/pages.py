@@ -1,14 +1,14 @@
 """MooncakeStore: PageStore over a Mooncake cluster. One object per page: header and payload (docs/page-format.md).
 
-Every call of the library works on memory of the tier's own and on another thread, so that the caller can leave it at
-its deadline (engine.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. Reads take the library's
-lease, which keeps an object from eviction for as long as the master was told (10 s by default); so does every way to
-ask whether it exists.
+Every library call uses the tier's own memory and a separate thread, so that the caller can abandon it at its deadline
+(engine.py). Object names are ``<prefix>/<identity digest>/<page hash>`` in hex. A read takes a lease in the library,
+which protects an object from eviction for a time configured in the master (10 s by default); so does every way to ask
+whether it exists.
 
-The master says which holder a page goes to, and nobody else knows before it is there. So while a holder is out some
-writes go there, and take as long as the library waits for it. In that time writes are *careful*: small, waited for
-briefly, few of them behind their callers at a time. What is left behind goes on, and what went to the other holders is
-found there later.
+The master chooses the holder of a page, and no one else knows it before the page is stored. So while a holder is out,
+some writes go there and take as long as the library waits for it. During that time writes are *careful*: small, waited
+for only briefly, and with few abandoned calls at a time. Abandoned writes go on, and pages that went to other holders
+are found there later.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ _FIRST_LOOK = 32
 _LOOK_GROWTH = 4
 _LONGEST_LOOK = 8192
 _CLEAR_WAIT = 0.5
-"""Seconds clear() waits: SGLang calls it on the scheduler's thread."""
+"""Maximum seconds that clear() waits: SGLang calls it on the scheduler thread."""
 
 _FULL_ATTEMPTS = 3
 _FULL_PAUSE = 0.02
-"""Seconds between two attempts of a page for which there was no room: the master evicts meanwhile."""
+"""Seconds between two attempts to write a page for which there was no space: the master evicts meanwhile."""
 _NO_SPACE_PAUSE = 1.0
-"""Seconds without writes after the pool was full in spite of that."""
+"""Seconds without writes after the pool was full even after all attempts."""
 _WRITTEN_ELSEWHERE = 0.1
-"""Seconds for which pages that another process is writing are waited for, looking every _LOOK_AGAIN."""
+"""Maximum seconds to wait for pages that another process is writing, polling every _LOOK_AGAIN seconds."""
 _LOOK_AGAIN = 0.005
 _SLOW_FAILURE = 0.5
-"""A failed transfer that took this long was waited for."""
+"""Seconds above which a failed transfer must have waited for a holder."""
 _CAREFUL = 5.0
 """Seconds of careful writes after one that was late or failed slowly."""
 _CAREFUL_PIECES = 16
 _CAREFUL_WAIT = 0.25
-"""Seconds that a careful write is waited for."""
+"""Maximum seconds to wait for a careful write."""
 _MOST_LATE = 4
-"""Calls that go on without their callers before no writes are begun; fewer than those after which nothing is read."""
+"""Number of late calls at which writes are rejected; lower than the number at which reads are."""
 
 _SET_RESULTS = {
     engine.OK: SetResult.STORED,
@@ -90,12 +90,12 @@ _GET_RESULTS = {
     -901: GetResult.TIMEOUT,
 }
 _FAILED = (engine.TRANSFER_FAILED, engine.INVALID_ARGUMENT)
-"""Also the answers for an object of another size than the buffers."""
+"""Also returned for an object whose size differs from the buffers'."""
 
 
 class MooncakeStore(PoolStore):
-    """See the module docstring. Threads: any. Every call ends by the tier's timeout, and a batch's memory is touched
-    only by the calling thread and by those it waits for."""
+    """PageStore over a Mooncake cluster. Threads: any. Every call ends within the tier's timeout, and only the calling
+    thread and threads it waits for touch a batch's memory."""
 
     type_name = "mooncake"
     shared = True
@@ -113,7 +113,7 @@ class MooncakeStore(PoolStore):
         self._scratch = ScratchPool(attachment)
         self._identities: set[bytes] = set()
         self._examined = ScratchPool(attachment)
-        """Memory that no read uses."""
+        """Memory for examining bad pages, separate from that of reads."""
         self._no_writes_until = 0.0
         self._careful_until = 0.0
         self._writing: set[bytes] = set()
@@ -121,7 +121,7 @@ class MooncakeStore(PoolStore):
 
     @property
     def attached(self) -> bool:
-        """Whether calls go through now; False while the master does not answer."""
+        """Whether calls go through; False while the master does not answer."""
         return self._attachment.attached
 
     def details(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class MooncakeStore(PoolStore):
         }
 
     def gauges(self) -> dict[str, float]:
-        # What the pool holds is known to its master alone, and the client does not ask for it.
+        # Only the master knows what the pool holds, and the client does not request it.
         return {"tier_up": float(self.attached)}
 
     def diagnose(self) -> Sequence[Finding]:
@@ -167,8 +167,8 @@ class MooncakeStore(PoolStore):
             with self._scratch.lent(max(batch.sizes)) as scratch:
                 while positions:
                     positions = self._on_answering_holders(client, batch, positions, deadline, results)
-                    # For a key that comes twice in one call the library fills the last one's buffers, and answers
-                    # success for both.
+                    # If a key occurs twice in one call, the library fills only the last occurrence's buffers but
+                    # returns success for both.
                     once = sorted({batch.keys[position]: position for position in reversed(positions)}.values())
                     portion = next(portions(batch.sizes, once, scratch.memory, PIECES), None)
                     if portion is None or not self._get_portion(client, batch, portion, scratch, deadline, results):
@@ -180,7 +180,7 @@ class MooncakeStore(PoolStore):
     def _on_answering_holders(
         self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[GetResult]
     ) -> list[int]:
-        """Those of ``positions`` that can be read; of the others the results are set."""
+        """Return those of ``positions`` that can be read, and set the results of the others."""
         if self._holders.all_answer:
             return positions
         keys = [batch.keys[position] for position in positions]
@@ -188,7 +188,7 @@ class MooncakeStore(PoolStore):
         self.count_errors(failed)
         lost = self._lost(client, keys, present, deadline)
         self.metrics.add("rejected", "holder", sum(key in lost for key in keys))
-        # Nobody knows which of the pages that were not found could not be asked for.
+        # It is unknown which of the pages that were not found are due to the failure.
         absent = GetResult.TIMEOUT if "timeout" in failed else GetResult.ERROR if failed else GetResult.MISS
         readable = []
         for position, key, there in zip(positions, keys, present, strict=True):
@@ -208,7 +208,7 @@ class MooncakeStore(PoolStore):
         deadline: float,
         results: list[GetResult],
     ) -> bool:
-        """Read the pages of one portion; whether it makes sense to go on."""
+        """Read the pages of one portion; return whether it makes sense to go on."""
         names = [self._object_name(batch.keys[position]) for position in portion.positions]
         lengths = dict(zip(names, map(len, portion.objects), strict=True))
         codes = self._attachment.call_bounded(
@@ -223,7 +223,7 @@ class MooncakeStore(PoolStore):
             put_back(results, portion.positions, [GetResult.TIMEOUT] * len(portion.positions))
             return False
         whole = [number for number, code in enumerate(codes) if code == len(portion.objects[number])]
-        # Copied from scratch into host memory if it is the right one.
+        # Copies each page from scratch into host memory if it is the right one.
         reasons = self._for_each_page(portion, batch, whole, decode_object)
         reason_of = dict(zip(whole, reasons, strict=True))
         other_sizes: Mapping[str, int] | None = {}
@@ -247,7 +247,7 @@ class MooncakeStore(PoolStore):
         return other_sizes is not None and not any(code in engine.MASTER_LOST for code in codes)
 
     def _learn(self, client: Any, lengths: Mapping[str, int], codes: Sequence[int]) -> dict[str, int]:
-        """What the failures of a read say: the sizes of objects that have another one, and which holders are out."""
+        """Mark holders as out after a read's failures; return the sizes of objects whose size is unexpected."""
         failed = {name: lengths[name] for name, code in zip(lengths, codes, strict=True) if code in _FAILED}
         return self._holders.learn(client, failed) if failed else {}
 
@@ -261,7 +261,7 @@ class MooncakeStore(PoolStore):
             return self._contains(client, keys, self._deadline())
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        """Asks in growing portions: to ask takes a lease, and pages behind a gap must not be kept from eviction."""
+        """Count leading present pages in growing portions: asking leases pages, which must not happen after a gap."""
         deadline = self._deadline()
         with self._attachment.client() as client:
             if client is None:
@@ -272,7 +272,7 @@ class MooncakeStore(PoolStore):
             )
 
     def _contains(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which of the pages can be read. Raises UnansweredError."""
+        """Return which of the pages can be read. Raises UnansweredError."""
         present, failed = self._ask(client, keys, deadline)
         lost = self._lost(client, keys, present, deadline)
         readable = [there and key not in lost for key, there in zip(keys, present, strict=True)]
@@ -281,22 +281,22 @@ class MooncakeStore(PoolStore):
         return readable
 
     def _lost(self, client: Any, keys: Sequence[bytes], present: Sequence[bool], deadline: float) -> set[bytes]:
-        """Those of the present pages whose holders are out."""
+        """Return those of the present pages whose holders are out."""
         if self._holders.all_answer:
             return set()
         names = {self._object_name(key): key for key, there in zip(keys, present, strict=True) if there}
         return {names[name] for name in self._holders.lost(client, list(names), deadline)}
 
     def _exist(self, client: Any, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which of the pages the master says that it has."""
+        """Return which of the pages the master reports as present, and count errors."""
         present, failed = self._ask(client, keys, deadline)
         self.count_errors(failed)
         return present
 
     def _ask(self, client: Any, keys: Sequence[bytes], deadline: float) -> tuple[list[bool], Counter[str]]:
-        """Which of the pages the master has, and why it did not say so of others."""
+        """Return which of the pages the master reports as present, and the reasons of failures, counted."""
         names = [self._object_name(key) for key in keys]
-        # Before the master is asked: what is removed meanwhile would have been there and be no suspect any more.
+        # Must precede the call: a page removed meanwhile would be reported present and no longer be a suspect.
         hidden = [self._bad_pages.hides(key) for key in keys]
         codes = self._attachment.call_bounded(lambda: client.batch_is_exist(names), deadline)
         if codes is None:
@@ -322,7 +322,7 @@ class MooncakeStore(PoolStore):
             self.metrics.add("rejected", "away", len(batch))
             return results
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
-        # A put of a page that is there answers as if it had stored it, after the payload has travelled.
+        # A put of an existing page sends the payload and then returns the same code as if it had stored it.
         present = self._exist(client, batch.keys, deadline)
         lost = self._lost(client, batch.keys, present, deadline)
         positions: list[int] = []
@@ -338,9 +338,9 @@ class MooncakeStore(PoolStore):
                 else:
                     results[position] = SetResult.EXISTS
                 continue
-            # The master removes by a pattern: what is written before it has done so would go, too.
-            takes = batch.sizes[position] > 0 and not self._clearing.hides(key)
-            if takes and first_of.setdefault(key, position) == position:
+            # The master removes by a pattern, which would also remove pages written before it is done.
+            is_writable = batch.sizes[position] > 0 and not self._clearing.hides(key)
+            if is_writable and first_of.setdefault(key, position) == position:
                 positions.append(position)
         is_full = time.monotonic() < self._no_writes_until
         is_slow = self._attachment.late >= _MOST_LATE
@@ -349,7 +349,7 @@ class MooncakeStore(PoolStore):
         elif positions and self._attachment.attached:
             self._write_absent(client, batch, positions, deadline, results)
         for position, key in enumerate(batch.keys):
-            # A key written twice in one batch: the first one's result counts.
+            # For a key that occurs twice in a batch the result of the first occurrence counts.
             if first_of.get(key, position) != position and results[first_of[key]].durable:
                 results[position] = SetResult.EXISTS
         return results
@@ -357,10 +357,10 @@ class MooncakeStore(PoolStore):
     def _write_absent(
         self, client: Any, batch: PageBatch, positions: list[int], deadline: float, results: list[SetResult]
     ) -> None:
-        """Write the pages at ``positions``. A page that another thread is writing is waited for instead.
+        """Write the pages at ``positions``; wait for pages that another thread is writing instead.
 
-        The library answers a put of an object that somebody else is still writing with success, before it can be read,
-        and for 30 s also where its writer has died (put_start_discard_timeout_sec of the master).
+        For an object that another client is still writing, the library's put returns success before it can be read, and
+        does so for up to 30 s if that client has died (put_start_discard_timeout_sec of the master).
         """
         with self._writing_ended:
             mine = [position for position in positions if batch.keys[position] not in self._writing]
@@ -390,10 +390,10 @@ class MooncakeStore(PoolStore):
     def _confirm(
         self, client: Any, batch: PageBatch, positions: Sequence[int], deadline: float, results: list[SetResult]
     ) -> None:
-        """Reject what the library calls written and nobody can read, also not a moment later.
+        """Reject pages that the library reports as written but that cannot be read, even a moment later.
 
-        A look takes a lease, which keeps a page from eviction, so the first page stands for all: a process that died
-        while it wrote the same pages left this one unfinished, and what it had finished before is not written again.
+        A lookup takes a lease, which protects a page from eviction, so only the first page is checked for all: a
+        process that died while writing the same pages left this one unfinished; those it finished are not rewritten.
         """
         written = [position for position in positions if results[position].durable]
         if not written or self._exist(client, [batch.keys[written[0]]], deadline)[0]:
@@ -416,9 +416,9 @@ class MooncakeStore(PoolStore):
         deadline: float,
         results: list[SetResult],
     ) -> bool:
-        """Write the pages of one portion; whether it makes sense to go on."""
+        """Write the pages of one portion; return whether it makes sense to go on."""
         waiting = list(range(len(portion.positions)))
-        # Into scratch memory, behind its header.
+        # Copies each page into scratch memory after its header.
         self._for_each_page(portion, batch, waiting, lambda whole, key, segments: encode_object(key, segments, whole))
         for attempt in range(1, _FULL_ATTEMPTS + 1):
             keys = [batch.keys[portion.positions[number]] for number in waiting]
@@ -449,7 +449,7 @@ class MooncakeStore(PoolStore):
             if any(code in engine.MASTER_LOST for code in codes):
                 return False
             if engine.TRANSFER_FAILED in codes and time.monotonic() - started > _SLOW_FAILURE:
-                self._begin_to_be_careful()
+                self._start_careful_writes()
                 return False
             if not waiting:
                 return True
@@ -460,21 +460,21 @@ class MooncakeStore(PoolStore):
         return False
 
     def _put(self, scratch: Scratch, put: Callable[[], list[int]], deadline: float) -> list[int] | SetResult:
-        """The codes of a put; the result of all its pages when it was left behind."""
+        """Return the codes of a put, or one result for all its pages if the put was abandoned."""
         careful = self._careful
         if careful:
             deadline = min(deadline, time.monotonic() + _CAREFUL_WAIT)
         codes = self._attachment.call_bounded(put, deadline, scratch, explain=self._attachment.master_answers)
         if codes is not None:
             return codes
-        self._begin_to_be_careful()
+        self._start_careful_writes()
         return SetResult.REJECTED if careful else SetResult.TIMEOUT
 
     @property
     def _careful(self) -> bool:
         return time.monotonic() < self._careful_until
 
-    def _begin_to_be_careful(self) -> None:
+    def _start_careful_writes(self) -> None:
         self._careful_until = time.monotonic() + _CAREFUL
         self._attachment.log.log(
             logging.WARNING,
@@ -484,7 +484,7 @@ class MooncakeStore(PoolStore):
             _CAREFUL,
         )
 
-    # -- memory of the tier ------------------------------------------------------------------------------------------
+    # -- copies to and from scratch memory -------------------------------------------------------------------------
 
     def _for_each_page(
         self,
@@ -493,7 +493,7 @@ class MooncakeStore(PoolStore):
         numbers: Sequence[int],
         work: Callable[[memoryview, bytes, Sequence[memoryview]], _T],
     ) -> list[_T]:
-        """``work`` for pages of the portion, which copies them: the object, the key and the segments of each."""
+        """Copy the portion's pages ``numbers`` by ``work(object, key, segments)``; return the results."""
 
         def copy(i: int) -> _T:
             position = portion.positions[numbers[i]]
@@ -519,22 +519,22 @@ class MooncakeStore(PoolStore):
                 return 0
             for code, count in Counter(codes).items():
                 self._attachment.report(code)
-                # One that is being written is not there yet.
+                # A page that is still being written does not exist yet.
                 if code not in (engine.OK, engine.NOT_FOUND, engine.NOT_READY):
                     self.count_errors({engine.reason_of(code): count})
         return sum(code == engine.OK for code in codes)
 
     # -- bad copies: one object at a time, for BadPages ------------------------------------------------------------
     #
-    # The library opens its connections itself and cannot remove on a condition. So a page counts as bad when two reads,
-    # into different memory and in different pieces, gave the same bad bytes. A copy written by somebody else in the
+    # The library manages its connections itself and has no conditional removal. So a page counts as bad if two reads,
+    # into different memory and in different pieces, return the same bad bytes. A copy written by another process in the
     # milliseconds before the removal is lost, which costs a miss.
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
         if self._clearing.hides(key):
             return None
         name = self._object_name(key)
-        size = self._ask_of_one(lambda client: client.get_size(name))
+        size = self._call_for_code(lambda client: client.get_size(name))
         if size == engine.NOT_FOUND:
             return None
         if not 0 < size <= most:
@@ -550,7 +550,7 @@ class MooncakeStore(PoolStore):
             ]
             places = [base + begin for begin, _ in pieces]
             sizes = [end - begin for begin, end in pieces]
-            code = self._ask_of_one(
+            code = self._call_for_code(
                 lambda client: client.batch_get_into_multi_buffers([name], [places], [sizes])[0],
                 scratch,
                 explain=lambda: self._holders.look_into([name]),
@@ -563,18 +563,18 @@ class MooncakeStore(PoolStore):
 
     def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
         name = self._object_name(key)
-        if self._clearing.hides(key) or self._ask_of_one(lambda client: client.get_size(name)) != bad.length:
+        if self._clearing.hides(key) or self._call_for_code(lambda client: client.get_size(name)) != bad.length:
             return None
-        # Forced: the read has just taken a lease.
-        code = self._ask_of_one(lambda client: client.batch_remove([name], True)[0])
+        # Forced, because the read has just taken a lease.
+        code = self._call_for_code(lambda client: client.batch_remove([name], True)[0])
         if code not in (engine.OK, engine.NOT_FOUND):
             raise NotReadError(engine.reason_of(code))
         return Verdict.REMOVED
 
-    def _ask_of_one(
+    def _call_for_code(
         self, call: Callable[[Any], int], scratch: Scratch | None = None, explain: Callable[[], bool] | None = None
     ) -> int:
-        """The code of one call of the library, with the rest as in ``call_bounded``. Raises NotReadError."""
+        """Return the code of one library call; otherwise like ``call_bounded``. Raises NotReadError."""
         try:
             with self._attachment.client() as client:
                 if client is None:
@@ -589,11 +589,11 @@ class MooncakeStore(PoolStore):
         return code
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """None: every page under this tier's prefix; identities this process has not seen count as one."""
+        """Clear identities, or with None every page under the prefix; identities unknown here then count as one."""
         return self._clearing.clear(digests, self._sweep, _CLEAR_WAIT)
 
     def _sweep(self, cleared: Cleared) -> None:
-        """Have the master remove what was cleared, one pattern for each identity."""
+        """Have the master remove the cleared pages, with one pattern per identity."""
         wanted: list[bytes | None] = [*sorted(self._identities if cleared.digests is None else cleared.digests)]
         if cleared.digests is None:
             wanted.append(None)
@@ -622,8 +622,8 @@ class MooncakeStore(PoolStore):
     def _close(self) -> None:
         self._bad_pages.close()
         self._holders.stop()
-        # One call of the master: what cannot be removed now stays.
-        # A removal cannot be ended. It is a call of the attachment, which waits for it as long as for any other.
+        # A sweep is a call to the master: pages that cannot be removed now stay. It cannot be interrupted; the
+        # attachment waits for it as for any other call.
         self._clearing.close(0, request=0)
         self._attachment.close()
         self._copying.close()

@@ -1,8 +1,8 @@
-"""Which packs an object store has: what listings told, identity by identity.
+"""The catalog of packs in an object store, learnt from listings of each identity.
 
-An identity is listed whole when its first page is asked for, and in the background every few minutes since: that finds
-packs that a lifecycle rule expired, and those whose writers' clocks are wrong. In between a listing begins a while
-before the last one (``refresh``): ids of packs and tombstones rise with time, by the store's clock where it is known.
+An identity is listed completely when its first page is requested, and every few minutes after that in the background:
+this detects packs expired by a lifecycle rule, and packs whose writers' clocks are wrong. Listings in between start
+somewhat before the last one (``refresh``): ids of packs and tombstones rise with time, by the store's clock if known.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ logger = logging.getLogger(__name__)
 
 # -- names -------------------------------------------------------------------------------------------------------------
 #
-# The names of objects below a tier's prefix.
-#
-# ::
+# The names of objects below a tier's prefix:
 #
 #     packs/<identity digest, in hex>/<first 7 digits of the id>/<name of a pack or a tombstone, as in page/pack.py>
 #     identities/<identity digest>.json
 #
-# The first 7 digits of an id are its time in units of 65.5 seconds: what came lately is listed by them where a listing
-# cannot begin in the middle.
+# The first 7 digits of an id are its time in units of 65.5 seconds: if a listing cannot start at an offset, recent
+# objects are listed by these digits.
 
 
 PACKS = "packs"
@@ -48,12 +46,12 @@ _IDENTITY = re.compile(r"identities/([0-9a-f]{32})\.json", re.ASCII)
 
 
 def packed_name(digest: bytes, item: Pack | Tombstone) -> str:
-    """The object of a pack or a tombstone."""
+    """Return the object name of a pack or a tombstone."""
     return f"{packs_of(digest)}/{item.id[:_UNIT_DIGITS]}/{item.name}"
 
 
 def packed(name: str) -> tuple[bytes, Pack | Tombstone] | None:
-    """The identity, and what the object ``name`` is; None for any other object."""
+    """Return the identity and the pack or tombstone that ``name`` denotes; None for any other object."""
     found = _PACKED.fullmatch(name)
     if found is None:
         return None
@@ -62,60 +60,60 @@ def packed(name: str) -> tuple[bytes, Pack | Tombstone] | None:
 
 
 def packs_of(digest: bytes) -> str:
-    """The prefix of all packs of an identity."""
+    """Return the prefix of all packs of an identity."""
     return f"{PACKS}/{digest.hex()}"
 
 
 def identity_name(digest: bytes) -> str:
-    """The object with the document of an identity."""
+    """Return the object name of an identity's document."""
     return f"{IDENTITIES}/{digest.hex()}.json"
 
 
 def digest_of_identity(name: str) -> bytes | None:
-    """The identity that the object ``name`` describes; None for any other object."""
+    """Return the identity that the object ``name`` describes; None for any other object."""
     found = _IDENTITY.fullmatch(name)
     return bytes.fromhex(found.group(1)) if found else None
 
 
 LISTED_AT_ONCE = 1000
 MOST_LISTED = 10_000_000
-"""Names of one listing: a store may list without end."""
+"""Maximum names in one listing: a faulty store may list endlessly."""
 _CLOCKS_APART = 10.0
-"""Seconds by which writers' clocks may differ where the store's clock is not known. A listing goes back by these and by
-the time that a write may take."""
+"""Seconds by which writers' clocks may differ if the store's clock is unknown. A listing goes back by these and by the
+time that a write may take."""
 _WHOLE_EVERY = 300.0
-"""Seconds between listings of a whole identity."""
+"""Seconds between complete listings of an identity."""
 _IN_USE = 1800.0
-"""Seconds for which an identity that nobody asks for is listed."""
+"""Seconds after the last request for an identity during which it is still listed."""
 _MOST_UNITS = 4
-"""Listings of a unit of time each, where a listing cannot begin in the middle; for more time all is listed."""
+"""Maximum listings by unit of time if a listing cannot start at an offset; for a longer time everything is listed."""
 
 _Listed = tuple[Pack | Tombstone, int]
-"""With the bytes of the object."""
+"""A pack or tombstone and the size of its object in bytes."""
 
 
 @dataclass(eq=False, slots=True)
 class KnownPacks:
-    """What is known of one identity."""
+    """The known packs of one identity."""
 
     index: PackIndex = field(default_factory=PackIndex)
-    """Another one when everything is forgotten: what a listing from before tells is lost with the former one."""
+    """Replaced by ``reset``: results of a listing that began before then go to the old index and are lost with it."""
     whole: bool = False
-    """It was listed whole."""
+    """Whether the identity has been listed completely."""
     listed_at: float = 0.0
-    """When the last listing began that ended well, by the store's clock."""
+    """Start of the last successful listing, by the store's clock."""
     whole_at: float = 0.0
-    """The same of the last whole one, by time.monotonic()."""
+    """Start of the last complete listing, by time.monotonic()."""
     used_at: float = 0.0
     listing: threading.Lock = field(default_factory=threading.Lock)
-    """Held by whoever lists it whole."""
+    """Held during a complete listing."""
 
 
 class PackCatalog:
-    """Threads: any. What makes requests raises what obstore raises."""
+    """The known packs of all identities. Threads: any. Methods that make requests raise obstore's errors."""
 
     def __init__(self, requests: Requests, *, lists_from: bool) -> None:
-        """``lists_from``: the store can begin a listing in the middle."""
+        """``lists_from``: whether the store can start a listing at an offset."""
         self._requests = requests
         self._lists_from = lists_from
         self._known: dict[bytes, KnownPacks] = {}
@@ -130,10 +128,10 @@ class PackCatalog:
     def _margin(self) -> float:
         return self._requests.timeout + _CLOCKS_APART
 
-    # -- what is known ---------------------------------------------------------------------------------------------
+    # -- known packs -----------------------------------------------------------------------------------------------
 
     def of(self, digest: bytes) -> KnownPacks:
-        """What is known of an identity, which is in use from now on."""
+        """Return the known packs of an identity and mark it as in use."""
         with self._lock:
             known = self._known.get(digest)
             if known is None:
@@ -144,19 +142,19 @@ class PackCatalog:
             return known
 
     def find(self, keys: Sequence[bytes]) -> list[Place | None]:
-        """Where each page would be: its names tell, and the store may have others by now."""
+        """Return where each page should be according to known names; the store may have changed since."""
         found: list[Place | None] = [None] * len(keys)
         for positions, some in by_identity(keys):
             put_back(found, positions, self.of(some.identity).index.find(some))
         return found
 
     def expect(self, digest: bytes) -> None:
-        """Begin to list an identity whose pages will be asked for."""
+        """Start listing an identity in the background because its pages will be requested."""
         self.of(digest)
         self._loop.wake()
 
     def reset(self, digests: Iterable[bytes] | None) -> None:
-        """Forget what is known of these identities (None: of all): they are listed again when they are asked for."""
+        """Forget the packs of these identities (None: of all); they are listed again when they are next requested."""
         with self._lock:
             for digest in list(self._known) if digests is None else digests:
                 known = self._known.get(digest)
@@ -169,8 +167,8 @@ class PackCatalog:
     # -- listings --------------------------------------------------------------------------------------------------
 
     def refresh(self, digest: bytes, deadline: float) -> dict[str, int]:
-        """Learn what came since the last listing; the packs that were seen, id and bytes. By ``deadline``
-        (time.monotonic()) it does not wait any longer for a whole listing that another call began."""
+        """List objects added since the last listing; return id -> bytes of the packs seen. Waits for another call's
+        complete listing until ``deadline`` (time.monotonic()), then raises TimeoutError."""
         known = self.of(digest)
         with self._lock:
             index, since, is_whole = known.index, known.listed_at - self._margin, known.whole
@@ -193,7 +191,7 @@ class PackCatalog:
         return seen
 
     def _list_whole(self, digest: bytes, known: KnownPacks) -> dict[str, int]:
-        """``known.listing`` is held."""
+        """List an identity completely; ``known.listing`` must be held. Returns id -> bytes of the packs seen."""
         index, begun, began = known.index, self._requests.now(), time.monotonic()
         before, seen = index.ids(), dict[str, int]()
         for items in self._listed(packs_of(digest)):
@@ -211,7 +209,7 @@ class PackCatalog:
         first, last = max(0, int(since * 1000)), int((self._requests.now() + _CLOCKS_APART) * 1000)
         packs, units = packs_of(digest), range(first // _UNIT, last // _UNIT + 1)
         if self._lists_from:
-            # Behind a name that stands before those of all packs from then on.
+            # The offset sorts before the names of all packs written since then.
             digits = f"{first:011x}"
             yield from self._listed(packs, f"{packs}/{digits[:_UNIT_DIGITS]}/{digits}")
         elif len(units) > _MOST_UNITS:
@@ -257,8 +255,8 @@ class PackCatalog:
         return _WHOLE_EVERY if in_use else None
 
     def _tidy(self, digest: bytes, known: KnownPacks) -> None:
-        """Remove what a process that ended between two requests has left: packs without a living page, and tombstones
-        of packs that are gone."""
+        """Remove leftovers of processes that ended between two requests: packs without a living page, and tombstones of
+        deleted packs."""
         old = int((self._requests.now() - 2 * self._margin) * 1000)
         try:
             for pack in known.index.packs:
@@ -268,24 +266,24 @@ class PackCatalog:
                 if all(milliseconds_of(tombstone.id) < old for tombstone in tombstones):
                     self._requests.delete([packed_name(digest, tombstone) for tombstone in tombstones])
                     known.index.forget(tombstones[0].pack)
-        except Exception as error:  # noqa: BLE001 - as above; who may not delete need not
+        except Exception as error:  # noqa: BLE001 - as above; tidying is optional without the permission to delete
             self._requests.explained(error)
 
     def close(self) -> None:
-        """Waits for the listing under way, which is bounded by the timeout of its requests."""
+        """Stop listing. Waits for the listing in progress, which the timeout of its requests bounds."""
         self._loop.stop()
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def bury(self, digest: bytes, pack: Pack, mask: int) -> None:
-        """Take pages of a pack away, for everybody: with the pack where nothing else lives in it."""
+        """Remove pages of a pack for all readers; delete the pack if no other page in it is alive."""
         known = self.of(digest)
         if (known.index.dead_mask(pack.id) | mask) & pack.all_dead == pack.all_dead:
             tombstones = known.index.tombstones_of(pack.id)
             self._requests.delete([packed_name(digest, pack)])
-            # A listing under way may show it still: whoever asks for the pack finds that it is gone.
+            # A listing in progress may still show the pack; a request for it then finds that it is gone.
             known.index.forget(pack.id)
-            # In this order: a tombstone without a pack is nothing, a pack without its tombstones comes back.
+            # In this order: a tombstone without its pack is harmless, but a pack without tombstones would come back.
             if tombstones:
                 self._requests.delete([packed_name(digest, tombstone) for tombstone in tombstones])
             return
@@ -293,12 +291,12 @@ class PackCatalog:
         self._requests.put(packed_name(digest, tombstone), b"")
         full = known.index.add_tombstone(tombstone)
         if full is not None:
-            # Somebody else took the rest away meanwhile.
+            # Another process removed the remaining pages meanwhile.
             self.bury(digest, full, 0)
 
 
 def _learn(index: PackIndex, items: Iterable[_Listed]) -> dict[str, int]:
-    """Add what was listed; the packs among it, id and bytes."""
+    """Add listed items to the index; return id -> bytes of the packs among them."""
     seen: dict[str, int] = {}
     for item, size in items:
         if isinstance(item, Tombstone):

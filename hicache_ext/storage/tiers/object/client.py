@@ -1,7 +1,7 @@
-"""The obstore client of a tier, the requests that are made with it, and its errors as reasons that can be counted.
+"""The obstore client of a tier, the requests made with it, and the classification of its errors for metrics.
 
-obstore is imported when the first object tier is opened. Its messages repeat whole answers of servers. Only a reason of
-one or two words and an HTTP status are taken from them, so that no text of a server gets into a log.
+obstore is imported when the first object tier is opened. Its messages repeat entire server replies; only a reason of
+one or two words and the HTTP status are extracted, so that no server text gets into a log.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ RETRIES = 3
 _FIRST_PAUSE = timedelta(milliseconds=50)
 _LONGEST_PAUSE = timedelta(seconds=1)
 _CONNECT_TIMEOUT = 2.0
-"""Seconds; a store in reach takes less, and one that is gone must not use up a call's time."""
+"""Seconds; a reachable store takes less, and an unreachable one must not use up a call's time."""
 KEYS_LAST = timedelta(seconds=30)
 """How long the keys of an S3 or Azure tier are used before their files are read again."""
 _RENEWED_BEFORE = timedelta(minutes=5)
-"""obstore asks for other keys so long before those that it has expire."""
+"""How long before the keys expire obstore requests new ones."""
 
 _SSE = {"s3": "AES256", "kms": "aws:kms", "dsse": "aws:kms:dsse", "customer": "sse-c"}
 
 
 def make_client(name: str, tier: ObjectTierConfig) -> Any:
-    """An obstore store whose root is the tier's prefix. Makes no request.
+    """Create an obstore store whose root is the tier's prefix, without making a request.
 
-    Raises StoreSetupError, ConfigError for a secret that cannot be read.
+    Raises StoreSetupError, and ConfigError for a secret that cannot be read.
     """
     stores: Any = importlib.import_module("obstore.store")
     if tier.scheme == "file":
         directory = Path("/", tier.prefix)
         try:
-            # The library's files have the mode of the umask; this directory keeps others out.
+            # The library creates files with the umask's mode; this directory's mode keeps other users out.
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir(mode=0o700, exist_ok=True)
             return stores.LocalStore(directory)
-        except Exception as error:  # noqa: BLE001 - whatever the library makes of an OSError
+        except Exception as error:  # noqa: BLE001 - the library may turn an OSError into anything
             raise StoreSetupError(name, f"directory '/{tier.prefix}' cannot be used ({type(error).__name__})") from None
     options: dict[str, Any] = {
         "prefix": tier.prefix or None,
@@ -91,7 +91,7 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
         )
         # Saves a request per page: object tags are never used.
         options["disable_tagging"] = True
-        # Not every server deletes many objects by one request, and obstore has many requests under way.
+        # Not every server supports bulk deletion, and obstore sends many requests concurrently.
         options["disable_bulk_delete"] = True
     elif tier.scheme == "gs":
         make = stores.GCSStore
@@ -105,41 +105,41 @@ def make_client(name: str, tier: ObjectTierConfig) -> Any:
             options["credential_provider"] = _keys_of(name, {"sas_token": tier.sas_token})
     try:
         return make(tier.bucket, **options)
-    except Exception as error:  # noqa: BLE001 - whatever the library makes of wrong settings
-        # "from None": the library's message may repeat what it was given.
+    except Exception as error:  # noqa: BLE001 - the library may raise anything for wrong settings
+        # "from None": the library's message may repeat secrets from the settings.
         raise StoreSetupError(
             name, f"the client of {tier.url} cannot be made ({type(error).__name__})", ["check region and credentials"]
         ) from None
 
 
 def _keys_of(name: str, secrets: Mapping[str, Secret | None]) -> Callable[[], dict[str, Any]]:
-    """Return what obstore asks for the keys of a tier, on threads of its own: those of a file may be others tomorrow.
-    ``secrets`` are by obstore's names.
+    """Return a credential provider, which obstore calls on its own threads so that changed key files take effect.
+    ``secrets`` maps obstore's names to secrets.
 
-    Keys that cannot be read while a server runs are those that it had: a file may be being exchanged. Raises
-    ConfigError for a secret that cannot be read at the start.
+    If keys cannot be read while the server runs, the previous ones are kept: a file may be in the middle of a rotation.
+    Raises ConfigError for a secret that cannot be read at startup.
     """
 
     def read() -> dict[str, str | None]:
         found = {key: _revealed(secret) for key, secret in secrets.items()}
-        # A signature is mostly copied with the question mark of the address that it stood in.
+        # A signature is usually copied along with the question mark that precedes it in a URL.
         return {key: value.lstrip("?") if key == "sas_token" and value else value for key, value in found.items()}
 
-    had = read()
+    latest = read()
 
     def keys() -> dict[str, Any]:
-        nonlocal had
+        nonlocal latest
         try:
-            had = read()
+            latest = read()
         except ConfigError as error:
             logger.warning("tier %s: %s; going on with the keys that it had", name, error)
-        return {**had, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
+        return {**latest, "expires_at": datetime.now(UTC) + _RENEWED_BEFORE + KEYS_LAST}
 
     return keys
 
 
 def _s3_endpoint(tier: ObjectTierConfig, virtual: bool) -> str | None:
-    """What obstore calls the endpoint: with virtual-hosted addressing it includes the bucket."""
+    """Return the endpoint as obstore expects it: with virtual-hosted addressing it includes the bucket."""
     if tier.endpoint is None or not virtual:
         return tier.endpoint
     scheme, _, host = tier.endpoint.partition("://")
@@ -170,13 +170,13 @@ def _given(**values: str | None) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed, in words for metrics and findings."""
+    """The reason for a failed request, in words for metrics and findings."""
 
     reason: str
     """absent, no_bucket, denied, slow_down, timeout, connection, http_5xx, http_4xx, other."""
     status: int | None = None
     kind: str = ""
-    """The library's class of error."""
+    """Name of the library's exception class."""
 
     def __str__(self) -> str:
         words = _SENTENCES.get(self.reason, f"the request failed ({self.kind})")
@@ -205,7 +205,7 @@ _TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def explain(error: BaseException) -> Failure:
-    """The reason of an error that obstore raised."""
+    """Classify an error raised by obstore."""
     kind, text = type(error).__name__, str(error)
     found = _STATUS.search(text)
     status = int(found.group(1)) if found else None
@@ -224,7 +224,7 @@ def explain(error: BaseException) -> Failure:
 
 
 def begins_behind_the_end(error: BaseException) -> bool:
-    """Whether a range was asked for that begins behind the last byte of the object."""
+    """Return whether the requested range starts after the last byte of the object."""
     text = str(error)
     return any(word in text for word in ("status code: 416", "StartTooLarge", "InvalidRange"))
 
@@ -236,19 +236,19 @@ def is_md5_of(data: bytes | memoryview, etag: str | None) -> bool:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 _NO_ANSWER = frozenset({"connection", "timeout", "no_bucket"})
-"""Failures after which no other request can work. A store that refuses one kind of request answers."""
+"""Failures that mean the store does not answer at all, unlike one that refuses a kind of request."""
 _STREAMED = 1 << 18
-"""Bytes of a piece of an answer."""
+"""Minimum bytes per chunk of a streamed reply."""
 _PROBES = "probe"
 
 Piece = Callable[[Call[Any]], Any]
-"""A request of a call."""
+"""One request of a call."""
 
 
 class Requests:
-    """The requests of one tier: on threads of its own, within a deadline, their failures counted by reason.
+    """Makes the requests of one tier on its own threads within a deadline, and counts failures by reason.
 
-    Threads: any. Methods raise what obstore raises, unless they say otherwise.
+    Threads: any. Methods raise obstore's errors unless stated otherwise.
     """
 
     def __init__(
@@ -260,8 +260,8 @@ class Requests:
         at_once: int,
         timeout: float,
     ) -> None:
-        """``connect`` makes a client; ``count`` is called with each failure. Raises StoreSetupError when threads are
-        lacking."""
+        """``connect`` creates a client; ``count`` is called with each failure. Raises StoreSetupError if threads cannot
+        be started."""
         self.name = name
         self.obstore: Any = importlib.import_module("obstore")
         self._connect = connect
@@ -270,37 +270,37 @@ class Requests:
         self.at_once = at_once
         self.timeout = timeout
         self.reached = False
-        """Whether the last request that ended was answered by the store."""
+        """Whether the store answered the last completed request."""
         self.etags_are_md5 = False
-        """Whether ETags are MD5 digests of the stored bytes, as those of S3 are (without SSE-KMS)."""
+        """Whether ETags are MD5 digests of the stored bytes, as in S3 (without SSE-KMS)."""
         self.doing = ""
-        """What ``find_out`` could not do, with the names of the permission for it."""
+        """The step that ``find_out`` was performing when it failed, with the permission needed for it."""
         self.clock_ahead = 0.0
-        """Seconds by which the store's clock is ahead of this machine's; 0 where they agree as far as can be told."""
+        """Seconds by which the store's clock is ahead of this machine's; 0 if they agree within the precision."""
         try:
             self.threads = ThreadPool(f"hicache-{name}", at_once)
         except RuntimeError as error:
             raise StoreSetupError(name, f"no threads for {at_once} requests at once ({error})") from error
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
 
     def deadline(self) -> float:
-        """Of the current call, by time.monotonic()."""
+        """Return the deadline of the current call, by time.monotonic()."""
         return call_deadline(self.timeout)
 
     def now(self) -> float:
-        """Seconds since 1970 by the store's clock."""
+        """Return seconds since 1970 by the store's clock."""
         return time.time() + self.clock_ahead
 
     # -- calls and failures ------------------------------------------------------------------------------------------
 
     def share(self, pieces: Sequence[Piece], deadline: float) -> tuple[list[Any], bool]:
-        """All pieces, as many at once as there are threads; what they answered, and whether all have ended in time."""
+        """Run all pieces, in parallel on all threads; return their results and whether all finished in time."""
         return self.threads.share(
             len(pieces), lambda position, call: pieces[position](call), deadline - time.monotonic()
         )
 
     def trying(self, request: Callable[[], object], note: Callable[[Any], object] = lambda result: None) -> Piece:
-        """A piece that answers whether ``request`` ended well; ``note`` is called with the GetResult of a failure."""
+        """Return a piece that returns whether ``request`` succeeded and calls ``note`` with a failure's GetResult."""
 
         def make(call: Call[Any]) -> bool:
             try:
@@ -313,7 +313,7 @@ class Requests:
         return make
 
     def within(self, request: Callable[[], Any], timeout: float | None = None) -> Failure | None:
-        """Make a request on a thread of the store; what went wrong."""
+        """Make a request on a thread of the store; return its failure, or None."""
 
         def make(_: int, call: Call[Failure]) -> Failure | None:
             try:
@@ -329,14 +329,14 @@ class Requests:
         return failure if done else Failure("timeout")
 
     def explained(self, error: BaseException) -> Failure:
-        """Why a request failed; what that says of the store is noted."""
+        """Classify a request's error and update ``reached``."""
         failure = explain(error)
         self.reached = failure.reason not in _NO_ANSWER
         return failure
 
     def failed(self, error: BaseException, call: Call[Any], results: type[GetResult] | type[SetResult]) -> Any:
-        """Count a failed request, TIMEOUT or ERROR of ``results``. Where no server can be reached the call ends: its
-        other requests would fail too."""
+        """Count a failed request; return TIMEOUT or ERROR of ``results``. If the server is unreachable or denies
+        access, the call ends: its other requests would fail, too."""
         failure = self.explained(error)
         self.count(failure)
         logger.debug("tier %s: %s", self.name, failure)
@@ -347,18 +347,18 @@ class Requests:
     # -- objects -----------------------------------------------------------------------------------------------------
 
     def body(self, reply: Any, most: int) -> memoryview:
-        """What a request is answered with. Cut where more than ``most`` bytes come: the length that a server claims is
-        not to be believed, and obstore ends the process where it has no memory for it. Valid until this thread asks
-        again: memory is kept, because the pages of new memory cost as much as the rest of a request."""
+        """Return the body of a reply. Stops once more than ``most`` bytes have come: the length that a server claims is
+        not trusted, and obstore aborts the process if it lacks memory for it. Valid until this thread's next request:
+        the buffer is reused, because page faults of new memory would cost as much as the rest of a request."""
         if isinstance(self.client, self.obstore.store.LocalStore):
             return memoryview(reply.bytes())
-        memory: mmap.mmap | None = getattr(self._of_thread, "memory", None)
+        memory: mmap.mmap | None = getattr(self._thread_local, "memory", None)
         if memory is None or len(memory) <= most:
             memory = mmap.mmap(-1, max(most, _STREAMED) + 1)
             if most <= PACK_BYTES:
-                self._of_thread.memory = memory
+                self._thread_local.memory = memory
         whole, filled = memoryview(memory), 0
-        # In pieces: each is put together while nobody else runs Python.
+        # In small chunks, since assembling each one holds the GIL.
         for piece in reply.stream(min_chunk_size=_STREAMED):
             part = memoryview(piece)[: most + 1 - filled]
             whole[filled : filled + len(part)] = part
@@ -368,21 +368,21 @@ class Requests:
         return whole[:filled]
 
     def part(self, name: str, begin: int, end: int) -> memoryview:
-        """Bytes of an object."""
+        """Return the bytes [begin, end) of an object."""
         return self.body(self.obstore.get(self.client, name, options={"range": (begin, end)}), end - begin)
 
     def put(self, name: str, body: bytes | memoryview) -> Any:
-        """Write an object; the store's answer."""
+        """Write an object; return the store's reply."""
         put = self.obstore.put(self.client, name, body, use_multipart=False)
         self.reached = True
         return put
 
     def listed(self, prefix: str, **options: Any) -> Any:
-        """Iterate over names and facts of the objects below a prefix, many at a time."""
+        """Iterate over chunks of the names and metadata of the objects below a prefix."""
         return self.obstore.list(self.client, prefix, **options)
 
     def size_of(self, name: str) -> int | None:
-        """Bytes of an object; None where there is none."""
+        """Return the size of an object in bytes, or None if it does not exist."""
         try:
             size = int(self.obstore.head(self.client, name)["size"])
         except FileNotFoundError as error:
@@ -393,11 +393,11 @@ class Requests:
         return size
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; missing ones are no error."""
+        """Delete objects, ignoring missing ones."""
         try:
             self.obstore.delete(self.client, list(names))
         except FileNotFoundError:
-            # All but S3 fail at the first missing one.
+            # All stores except S3 fail at the first missing object.
             for name in names:
                 with suppress(FileNotFoundError):
                     self.obstore.delete(self.client, name)
@@ -405,14 +405,14 @@ class Requests:
     # -- what the store can do ---------------------------------------------------------------------------------------
 
     def find_out(self) -> None:
-        """Do what serving does: write an object, look it up, list it, read it through another client that remembers
-        nothing, and remove it. What is said of the store, and its clock, is known then. ``doing`` is the last step.
+        """Perform the steps of serving: write an object, look it up, list it, read it through a new client without
+        cached state, and remove it. Sets ``clock_ahead`` and ``etags_are_md5``; ``doing`` is the current step.
 
-        A store that takes no writes for now (it is full, or busy) is looked at and read all the same.
+        If the store refuses writes for now (it is full or busy), the remaining steps are still performed.
         """
         name = f"{_PROBES}/{secrets.token_hex(16)}"
         probe = b"hicache_ext"
-        # First: who may write and not remove would leave an object each time.
+        # First, since a user that may write but not delete would leave an object behind each time.
         self.doing = "remove objects (s3:DeleteObject)"
         self.delete([name])
         self.doing = "write objects (s3:PutObject)"
@@ -433,11 +433,11 @@ class Requests:
                 if self.body(self.obstore.get(self._connect(), name), len(probe)) != probe:
                     raise OSError("what was written is read otherwise")
         finally:
-            # A write that was not answered may have been done.
+            # A write without a reply may still have succeeded.
             with nullcontext() if put else suppress(Exception):
                 self.delete([name])
         if put:
-            # The store's stamp has whole seconds.
+            # The store's timestamp has a precision of whole seconds.
             stamped = found["last_modified"].timestamp()
             self.clock_ahead = min(0.0, stamped + 1 - before) + max(0.0, stamped - after)
             self.etags_are_md5 = is_md5_of(probe, put["e_tag"])
@@ -446,7 +446,7 @@ class Requests:
         self.doing = ""
 
     def look_into_listings(self, name: str = "") -> None:
-        """List objects; raises OSError where ``name`` is none of them."""
+        """List objects. Raises OSError if ``name`` is given but not listed."""
         self.doing = "list objects (s3:ListBucket)"
         for listed in self.listed(_PROBES):
             if not name or any(entry["path"] == name for entry in listed):

@@ -32,7 +32,7 @@ _AZURE_ONLY = ("account", "account_key", "sas_token")
 
 
 def parse_url(value: object) -> str:
-    """A URL whose scheme, bucket and prefix are sound, templates expanded, without a trailing slash."""
+    """Expand templates in a URL, validate its scheme, bucket and prefix, and strip the trailing slash."""
     if not isinstance(value, str):
         raise refuse(value, _URL_ALLOWED)
     text = expand_templates(value)
@@ -53,7 +53,7 @@ def parse_url(value: object) -> str:
 
 
 def parse_endpoint(value: object) -> str:
-    """A base address, with a path where the store is below one, and without credentials."""
+    """Validate a base address without credentials; it may have a path if the store is below one."""
     if not isinstance(value, str):
         raise refuse(value, _ENDPOINT_ALLOWED)
     text = expand_templates(value).rstrip("/")
@@ -91,7 +91,7 @@ class ObjectTierConfig(RemoteTierConfig):
     """S3: secret access key"""
     session_token: SecretOrNone = None
     """S3: token of temporary credentials"""
-    # Not empty: who forgets the word wants them encrypted all the same.
+    # Empty is an error: an operator who left the value out still wants encryption.
     sse: Annotated[Literal["s3", "kms", "dsse", "customer"] | None, Allowed(_SSE_ALLOWED, not_empty)] = None
     """S3: how objects are encrypted by the server; left out: as the bucket says"""
     sse_kms_key: _Word = None
@@ -126,7 +126,7 @@ class ObjectTierConfig(RemoteTierConfig):
 
     @property
     def prefix(self) -> str:
-        """What every name begins with, without slashes at its ends; for ``file`` the directory without its first."""
+        """The prefix of every name, without outer slashes; for ``file``, the directory without its leading slash."""
         return self.url.partition("://")[2].partition("/")[2].strip("/")
 
     def directories(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""The examination of bad pages in an object store: one page at a time, with a client of its own.
+"""The examination of bad pages in an object store: one page at a time, using a separate client.
 
-A bad page gets a tombstone, or takes its pack with it where nothing else lives there. Where ETags are the MD5 of the
-stored bytes, the whole pack is read, with the bad page in it as it arrived before, and compared with its ETag, which
-must be the same right before the removal. Nobody writes a pack twice, so no copy is lost.
+A bad page gets a tombstone; if no other page of its pack is alive, the pack is deleted. If ETags are the MD5 of the
+stored bytes, the whole pack is read, with the bad page as it arrived before, and compared with its ETag, which must be
+unchanged right before the removal. A pack is never written twice, so no newer copy is lost.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hicache_ext.storage.tiers.object.client import Requests, begins_behind_the_
 from hicache_ext.storage.tiers.object.config import ObjectTierConfig
 
 _MOST_READS = 8
-"""Of a part of a pack that arrives damaged."""
+"""Maximum reads of a part of a pack that arrives damaged."""
 
 
 def read_object(requests: Requests, client: Any, name: str, offset: int, most: int) -> Stored:
-    """At most so many bytes of an object from ``offset`` on. Raises NotReadError, and what obstore raises."""
+    """Read at most ``most`` bytes of an object from ``offset`` on. Raises NotReadError, and obstore's errors."""
     obstore = requests.obstore
     facts = obstore.head(client, name)
     size, version = int(facts["size"]), facts.get("e_tag")
     length = max(0, size - offset)
     data = memoryview(bytearray(min(length, most)))
-    # Cut, so that damage at a fixed place of every answer meets another place of the object.
+    # Read in random pieces, so that damage at a fixed offset of every reply hits different offsets of the object.
     for begin, end in cut(len(data), random.random()) if data else ():
         options = {} if end - begin == size else {"range": (offset + begin, offset + end)}
         reply = obstore.get(client, name, options=options)
@@ -50,7 +50,7 @@ def read_object(requests: Requests, client: Any, name: str, offset: int, most: i
 
 
 def _ends_before(requests: Requests, client: Any, name: str, offset: int) -> bool:
-    """Whether the store says so when it is asked for what is there: who is on the way may be wrong about a size."""
+    """Return whether the store confirms that the object ends before ``offset``: a proxy may misreport the size."""
     try:
         options = {"range": (offset, offset + envelope.FIELDS_LENGTH)} if offset else {}
         return requests.body(requests.obstore.get(client, name, options=options), 0).nbytes == 0
@@ -63,15 +63,15 @@ def _ends_before(requests: Requests, client: Any, name: str, offset: int) -> boo
 
 
 def whole_pack(requests: Requests, client: Any, name: str, place: Place, bad: Stored) -> memoryview:
-    """The pack as the store has it, with the bad page in it as it arrived twice: the ETag is of all of it.
+    """Return the pack as stored, with the bad page as it arrived twice, to compare the whole with the ETag.
 
-    Every other part is one that verifies itself, or that arrived twice the same, too: over a path that damages what
-    passes, a whole pack would never arrive as it is. Raises NotReadError, and what obstore raises.
+    Every other part either verifies itself or also arrived twice the same: over a network path that damages data, an
+    intact pack might never arrive in one read. Raises NotReadError, and obstore's errors.
     """
     size, pages = place.pack.page_bytes, place.pack.count
     length, behind = pack_length(pages, size), place.offset + size
     if pages > 1 and length > 2 * PACK_BYTES:
-        # No writer makes such packs: the ETag is not of what is read.
+        # No writer creates such packs: the ETag cannot be that of the data read here.
         return memoryview(b"")
     before = read_object(requests, client, name, 0, place.offset).data if place.offset else b""
     after = read_object(requests, client, name, behind, length - behind).data
@@ -79,18 +79,18 @@ def whole_pack(requests: Requests, client: Any, name: str, place: Place, bad: St
     edges = [*range(0, (pages + 1) * size, size), len(whole)]
     for number, (begin, end) in enumerate(pairwise(edge for edge in edges if edge <= len(whole))):
         if number != place.position and begin < end:
-            is_whole = _is_page if number < pages else _is_footer
-            whole[begin:end] = _part(requests, client, name, begin, whole[begin:end], is_whole)
+            is_intact = _is_page if number < pages else _is_footer
+            whole[begin:end] = _part(requests, client, name, begin, whole[begin:end], is_intact)
     return whole
 
 
 def _part(
-    requests: Requests, client: Any, name: str, begin: int, part: memoryview, is_whole: Callable[[memoryview], bool]
+    requests: Requests, client: Any, name: str, begin: int, part: memoryview, is_intact: Callable[[memoryview], bool]
 ) -> memoryview:
-    """A part of an object that has arrived once already."""
+    """Reread a ``part`` that has arrived once until it is intact or arrives the same twice, and return it."""
     seen = [bytes(part)]
     for _ in range(_MOST_READS):
-        if is_whole(part):
+        if is_intact(part):
             return part
         part = read_object(requests, client, name, begin, len(part)).data
         if part in seen:
@@ -100,7 +100,7 @@ def _part(
 
 
 def _is_page(data: memoryview) -> bool:
-    """Whether this is a page, whichever."""
+    """Return whether this is an intact page, with any key."""
     try:
         key = envelope.decode_header(data[: envelope.FIELDS_LENGTH]).key
     except FormatError:
@@ -120,13 +120,13 @@ def _is_footer(data: memoryview) -> bool:
 
 
 _CLOCK_SKEW = 60.0
-"""Seconds; S3 refuses signatures that are 15 minutes off."""
+"""Seconds of skew that lead to a warning; S3 refuses signatures that are 15 minutes off."""
 
 
 def diagnose(store: PageStore, again: PageStore, tier: ObjectTierConfig, requests: Requests) -> list[Finding]:
-    """Versions, clock, eviction, round trip. Bounded by the store's timeout per step.
+    """Return findings on version, clock, eviction and round trip. The store's timeout bounds each step.
 
-    ``again``: another store of the tier, that remembers nothing, and was just opened; ``requests``: its own."""
+    ``again`` is another, newly opened store of the tier, with nothing cached; ``requests`` belongs to it."""
     findings = [Finding("client", Level.OK, f"obstore {requests.obstore.__version__}"), *_proxies(tier)]
     if tier.only_read:
         return [*findings, Finding("reachable", Level.OK, f"{tier.url} can be listed, and this server only reads it")]
@@ -150,7 +150,7 @@ def diagnose(store: PageStore, again: PageStore, tier: ObjectTierConfig, request
 
 
 def _proxies(tier: ObjectTierConfig) -> list[Finding]:
-    """The proxy through which requests go: obstore takes it from the environment."""
+    """Return a finding if requests use a proxy, which obstore takes from the environment."""
     address = urlsplit(tier.endpoint or "https://of.the.provider")
     proxies = getproxies()
     proxy = proxies.get(address.scheme) or proxies.get("all")

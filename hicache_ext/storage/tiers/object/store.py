@@ -1,15 +1,14 @@
 """The object tier: pages in objects of S3-compatible stores, Google Cloud Storage, Azure, or a directory.
 
-Pages that are written together share an object, a pack (page/pack.py). Many requests run at once on threads of the
-store. Reasons: docs/decisions/object-stores.md.
+Pages that are written together share an object, a pack (page/pack.py). Many requests run concurrently on the store's
+threads. The reasons are in docs/decisions/object-stores.md.
 
-An index of names (catalog.py) says in which packs pages would be, and none is answered from memory alone: in one round
-of requests the store is asked for what came since, and whether those packs are there still, a request per pack and not
-per page.
+An index of names (catalog.py) tells which packs should contain a page, but no lookup is answered from memory alone: one
+round of requests lists new objects and verifies that those packs still exist, with one request per pack, not per page.
 
-Neighbours in a pack are read by one request each run, all runs at once. A reply is checked in obstore's buffer and each
-good page copied into host memory once, without the GIL: host memory only gets good pages, and nothing after the call's
-deadline.
+Adjacent pages of a pack form a run, which one request reads; all runs are read concurrently. A reply is checked in its
+receive buffer, and each good page is copied once into host memory, without the GIL: host memory never receives bad
+pages, nor anything after the call's deadline.
 """
 
 from __future__ import annotations
@@ -83,19 +82,19 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONCURRENCY = 32
 
 _ADMIN_TIMEOUT = 1.0
-"""Seconds for calls on SGLang's scheduler thread (clear, register_identity)."""
-_PASSING = frozenset({"connection", "timeout", "no_bucket", "http_5xx", "slow_down"})
-"""Failures that are not of one object."""
+"""Maximum seconds for calls on SGLang's scheduler thread (clear, register_identity)."""
+_STORE_FAILURES = frozenset({"connection", "timeout", "no_bucket", "http_5xx", "slow_down"})
+"""Failures that do not concern a single object."""
 _REQUESTS_AT_START = 8
-"""At most, one after the other; each may take the tier's timeout."""
+"""Maximum sequential requests at startup; each may take the tier's timeout."""
 _FIRST_LOOK = 1000
 """Pages of a chain that are looked up first."""
 _SHORTEST_RANGE = 1 << 20
-"""Bytes. Requests for less cost more than they save by being more."""
+"""Minimum bytes per request; splitting a read further costs more than the parallelism saves."""
 _MOST_ROUNDS = 4
-"""Of requests. A second one is needed where something is gone, or has come; more where that happens again."""
+"""Maximum rounds of requests. A second one is needed if packs vanished or appeared, more if that happens again."""
 _PACK_BYTES = 2 << 20
-"""About so many of a pack: eight requests at once move 16 MiB in less time than four of twice the size."""
+"""Approximate bytes of a pack: eight concurrent requests move 16 MiB faster than four of twice the size."""
 _CLOSE_TIMEOUT = 30.0
 """Seconds for the deletion of cleared pages at close(), while the store answers."""
 
@@ -106,8 +105,8 @@ class ObjectPageStore(PoolStore):
     type_name = "object"
 
     def __init__(self, name: str, tier: ObjectTierConfig, connect: Callable[[], Any]) -> None:
-        """``connect`` makes a client; pages that arrived damaged are looked at again through another one. Raises
-        StoreSetupError when the store cannot be used."""
+        """``connect`` creates a client; pages that arrived damaged are read again through a new one. Raises
+        StoreSetupError if the store cannot be used."""
         super().__init__(name)
         self._tier = tier
         self._connect = connect
@@ -122,13 +121,13 @@ class ObjectPageStore(PoolStore):
         self._catalog = PackCatalog(self._requests, lists_from=tier.scheme in ("s3", "gs"))
         self._most_in_a_pack = _most_in_a_pack(tier.prefix)
         try:
-            self._look_at_the_store()
+            self._check_store()
         except BaseException:
             self._requests.threads.close()
             raise
 
-    def _look_at_the_store(self) -> None:
-        """Do once what serving does: a permission that is missing would show in no other way than by absent pages."""
+    def _check_store(self) -> None:
+        """Perform each step of serving once: otherwise a missing permission would only show as absent pages."""
         requests = self._requests
         look = requests.look_into_listings if self._tier.only_read else requests.find_out
         if failure := requests.within(look, _REQUESTS_AT_START * requests.timeout):
@@ -145,7 +144,7 @@ class ObjectPageStore(PoolStore):
         }
 
     def gauges(self) -> dict[str, float]:
-        # There is no connection to ask: the store is up as far as its last answer tells.
+        # There is no persistent connection to check: the last reply tells whether the store is up.
         return {"tier_up": float(self._requests.reached)}
 
     def diagnose(self) -> Sequence[Finding]:
@@ -177,7 +176,7 @@ class ObjectPageStore(PoolStore):
             for listed in self._requests.listed(IDENTITIES):
                 for entry in listed:
                     if time.monotonic() > deadline:
-                        # Nobody waits any more, and a store may list without end.
+                        # The caller no longer waits, and a faulty store may list endlessly.
                         raise TimeoutError
                     digest, length = digest_of_identity(entry["path"]), entry["size"]
                     if digest is None or not 0 < length <= LARGEST_DOCUMENT:
@@ -187,8 +186,8 @@ class ObjectPageStore(PoolStore):
                     try:
                         stored = self._requests.part(entry["path"], 0, length)
                     except Exception as error:
-                        # One that cannot be read, gone or somebody else's, does not hide the others.
-                        if explain(error).reason in _PASSING:
+                        # One unreadable document, deleted or foreign, must not hide the others.
+                        if explain(error).reason in _STORE_FAILURES:
                             raise
                         continue
                     document = document_in(bytes(stored))
@@ -205,7 +204,7 @@ class ObjectPageStore(PoolStore):
         return self._bad_pages.hides(key) or self._clearing.hides(key)
 
     def _suspect(self, key: bytes, size: int, reason: str) -> GetResult:
-        """What was seen under ``key`` is not the page of ``size`` bytes: count it, have it looked at; CORRUPT."""
+        """Count a copy under ``key`` that is not the page of ``size`` bytes, have it examined, and return CORRUPT."""
         self.metrics.add("corrupt", reason)
         self._bad_pages.suspect(key, size, reason)
         return GetResult.CORRUPT
@@ -216,12 +215,12 @@ class ObjectPageStore(PoolStore):
         return self._present(keys, self._requests.deadline())
 
     def _lead(self, keys: Sequence[bytes]) -> int:
-        """Chains mostly end early: the first pages first."""
+        """Count the leading pages that are present. Looks up the first pages first, since most chains end early."""
         has = partial(self._present, deadline=self._requests.deadline(), leading=True)
         return leading_in_portions(keys, has, _FIRST_LOOK, len(keys))
 
     def _present(self, keys: Sequence[bytes], deadline: float, *, leading: bool = False) -> list[bool]:
-        """Raises UnansweredError where a request failed: nobody knows of the pages that were not found."""
+        """Return which pages are present. Raises UnansweredError if a request failed and pages were not found."""
         found, failed = self._look_up(keys, self._hides, deadline, leading=leading)
         present = [key in found for key in keys]
         if failed and not all(present):
@@ -231,14 +230,14 @@ class ObjectPageStore(PoolStore):
     def _look_up(
         self, keys: Sequence[bytes], hides: Callable[[bytes], bool], deadline: float, *, leading: bool = False
     ) -> tuple[dict[bytes, Place], str]:
-        """Where the pages are that are there, but those that are hidden; and how a request failed, "timeout" or
-        "error", or "": of pages that are not found nobody knows then whether they are there. ``leading``: pages behind
-        the first one that is absent do not matter."""
+        """Return the places of the pages that are present and not hidden, and how a request failed: "timeout", "error"
+        or "". After a failure the presence of pages that were not found is unknown. With ``leading``, pages after the
+        first absent one do not matter."""
         requests, catalog = self._requests, self._catalog
         wanted = [key for key in dict.fromkeys(keys) if not hides(key)]
         digests = identities_of(wanted)
         confirmed: dict[str, int] = {}
-        """Packs that were there during this call: id and bytes."""
+        """Packs that existed during this call: id -> bytes."""
         failed = ""
 
         def note(result: GetResult) -> None:
@@ -285,7 +284,7 @@ class ObjectPageStore(PoolStore):
         requests, catalog, hides = self._requests, self._catalog, self._clearing.hides
         results: list[GetResult | None] = [GetResult.MISS if hides(key) else None for key in batch.keys]
         listed: dict[bytes, GetResult] = {}
-        """What pages are that no pack has, of each identity that was listed: MISS, if that did not fail."""
+        """Result for pages that are in no pack, per listed identity: MISS, or how the listing failed."""
         missing = GetResult.ERROR
         for _ in range(_MOST_ROUNDS):
             left = [position for position, result in enumerate(results) if result is None]
@@ -314,7 +313,7 @@ class ObjectPageStore(PoolStore):
                 break
             answers, in_time = requests.share(pieces, deadline)
             for answer in answers:
-                # What is no list says of a look whether it ended well.
+                # Results of listings are booleans, not lists.
                 for position, result in answer if isinstance(answer, list) else ():
                     results[position] = result
             if not in_time:
@@ -325,8 +324,8 @@ class ObjectPageStore(PoolStore):
     def _refuse_length(
         self, key: bytes, size: int, position: int, place: Place, call: Call[Any]
     ) -> list[tuple[int, GetResult]]:
-        """A name says another length than ``size``. Nothing is said where the pack is gone: its page may be
-        elsewhere."""
+        """Return CORRUPT for a page whose pack's name implies another length than ``size``; return no result if the
+        pack is gone, since the page may be elsewhere."""
         digest, found = key[:IDENTITY_LENGTH], place.pack.page_bytes
         try:
             if self._requests.size_of(packed_name(digest, place.pack)) is None:
@@ -338,7 +337,7 @@ class ObjectPageStore(PoolStore):
         return [(position, self._suspect(key, size, reason))]
 
     def _read_run(self, batch: PageBatch, run: Run, call: Call[Any]) -> list[tuple[int, GetResult | None]]:
-        """Read neighbours. Nothing is said of pages whose pack is gone: they may be in one that came since."""
+        """Read a run of pages. Returns no results if the pack is gone: the pages may be in a newer pack."""
         requests = self._requests
         digest = batch.keys[run.members[0]][:IDENTITY_LENGTH]
         try:
@@ -366,17 +365,17 @@ class ObjectPageStore(PoolStore):
             result = (
                 self._suspect(key, size, "truncated")
                 if page.nbytes < size
-                else self._checked(page, key, batch.buffers[position], place, call)
+                else self._copy_page(page, key, batch.buffers[position], place, call)
             )
             results.append((position, result))
         return results
 
-    def _checked(
+    def _copy_page(
         self, body: memoryview, key: bytes, segments: Sequence[memoryview], place: Place, call: Call[Any]
     ) -> GetResult | None:
-        """Copy a page that arrived from its ``place`` if it is the right one.
+        """Check a page that arrived from ``place`` and copy it into ``segments`` if it is the right one.
 
-        Checked where it was received: host memory never holds half a page or another one."""
+        The check runs on the receive buffer, so that host memory never holds a partial or wrong page."""
         reason = envelope.reason_to_refuse(body[:HEADER_LENGTH], key, [body[HEADER_LENGTH:]])
         if reason == "page_hash" and _shares_its_name(body, key):
             self._catalog.of(key[:IDENTITY_LENGTH]).index.forget_pages(place.pack.id, place.mask)
@@ -404,10 +403,10 @@ class ObjectPageStore(PoolStore):
         for key, there in found.items():
             if there.pack.page_bytes != sizes[key]:
                 self._suspect(key, sizes[key], "length")
-        # On the caller's thread: those of the requests are for everybody. Half of the time is left for writing.
+        # Runs on the caller's thread: all calls share the request threads. Half of the time is left for writing.
         verdicts = self._bad_pages.settle(batch.keys, (time.monotonic() + deadline) / 2)
         if bad:
-            # They may have been removed since, and have no verdict any more; a listing from before shows them still.
+            # They may have been removed since and have no verdict any more; the earlier listing still shows them.
             again, failed_again = self._look_up(bad, self._clearing.hides, deadline)
             found = {key: place for key, place in found.items() if key not in bad} | again
             failed = failed or failed_again
@@ -419,11 +418,11 @@ class ObjectPageStore(PoolStore):
             if verdict in (Verdict.WITHHELD, Verdict.UNCLEAR) or (sizes[key] > LARGEST_PAGE and not is_denied):
                 results[position] = SetResult.REJECTED
             elif place is not None and not is_writable:
-                # A whole page of another length: whoever expects this one is wrong, or this process is.
-                is_it = place.pack.page_bytes == sizes[key]
-                results[position] = SetResult.EXISTS if is_it else SetResult.REJECTED
+                # An intact page of another length: either this process or the other writer expects the wrong size.
+                is_same_size = place.pack.page_bytes == sizes[key]
+                results[position] = SetResult.EXISTS if is_same_size else SetResult.REJECTED
             elif failed and place is None and not is_writable:
-                # It may be there: a store that does not list would get one more copy of it from every server.
+                # The page may exist: if listings fail, every server would add one more copy of it.
                 results[position] = SetResult(failed)
             else:
                 new.setdefault(key[:IDENTITY_LENGTH], []).append(position)
@@ -439,7 +438,7 @@ class ObjectPageStore(PoolStore):
             results.update((position, missing if answer is None else answer) for position in pack)
         if not self._requests.reached:
             tell_connection_lost()
-        # One that comes twice in a batch was there the second time.
+        # A key that occurs twice in a batch exists at its second occurrence.
         answers = [
             SetResult.EXISTS
             if first[key] != position and results[first[key]] is SetResult.STORED
@@ -457,10 +456,10 @@ class ObjectPageStore(PoolStore):
         deadline: float,
         call: Call[Any],
     ) -> SetResult | None:
-        """Write pages of one identity and of one size."""
+        """Write pages of one identity and one size as a pack."""
         keys = [batch.keys[position] for position in positions]
         digest, requests = keys[0][:IDENTITY_LENGTH], self._requests
-        # Greater than the id of a pack whose pages these are to replace.
+        # The new id must be greater than the id of any pack whose pages these replace.
         after = max((place.pack.id for place in self._catalog.find(keys) if place is not None), default=None)
         pack = Pack.of_keys(self._catalog.new_id(after), HEADER_LENGTH + batch.sizes[positions[0]], keys)
         mark = _mark_of(digest, pack.id)
@@ -470,10 +469,10 @@ class ObjectPageStore(PoolStore):
                     if not mine:
                         return None
                     body = gather_pages([batch.buffers[position] for position in positions])
-                # The checksums are of the copy: should a page change meanwhile, its copy can be trusted.
+                # The checksums cover the copy, which stays valid even if a page changes meanwhile.
                 body = seal_pack(body, keys)
                 put = requests.put(packed_name(digest, pack), body)
-                # One of them arrived damaged here while the store said that it has others.
+                # A page arrived damaged here, although the store's ETag says that its stored bytes differ.
                 denied = any(verdicts.get(key) is Verdict.DENIED for key in keys)
                 if denied and requests.etags_are_md5 and not is_md5_of(body, put["e_tag"]):
                     self.metrics.add("error", "not_as_sent")
@@ -491,7 +490,7 @@ class ObjectPageStore(PoolStore):
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        """Remove every copy of these pages, for everybody."""
+        """Remove every copy of these pages for all readers."""
         deadline = self._requests.deadline()
         self._bad_pages.clear(keys)
         keys = [key for key in keys if not self._clearing.hides(key)]
@@ -513,7 +512,7 @@ class ObjectPageStore(PoolStore):
         return len({key for masks, done in zip(of_packs.values(), answers, strict=True) if done for key in masks})
 
     def _is_page(self, key: bytes, place: Place, call: Call[Any]) -> bool:
-        """Whether a place has this page, or what was to be one; not another one with the same short hash."""
+        """Return whether a place holds this page, intact or not, rather than another one with the same short hash."""
         requests = self._requests
         name = packed_name(key[:IDENTITY_LENGTH], place.pack)
         try:
@@ -530,7 +529,7 @@ class ObjectPageStore(PoolStore):
     # -- bad pages (examination.py) --------------------------------------------------------------------------------
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
-        """For ``BadPages``, as ``remove_bad``: each through another client, with connections of its own."""
+        """Read a page again for ``BadPages``. Like ``remove_bad``, uses a new client with its own connections."""
         (place,) = self._catalog.find([key])
         if place is None or self._clearing.hides(key):
             return None
@@ -566,12 +565,12 @@ class ObjectPageStore(PoolStore):
         return Verdict.REMOVED
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """A store has no rename of a prefix: see ``Clearing``. An identity whose pages are not met within a second is
-        cleared and not counted."""
+        """Clear through ``Clearing``, since a store cannot rename a prefix. An identity whose pages are not found
+        within a second is cleared but not counted."""
         return self._clearing.clear(digests, self._sweep, min(_ADMIN_TIMEOUT, self._requests.timeout))
 
     def _sweep(self, cleared: Cleared) -> None:
-        """Delete until a whole listing shows nothing but pages stored since. Raises ClearLaterError."""
+        """Delete until a complete listing shows only pages stored after the clear. Raises ClearLaterError."""
         digests = None if cleared.digests is None else sorted(cleared.digests)
         prefixes = [PACKS] if digests is None else [packs_of(digest) for digest in digests]
         try:
@@ -584,18 +583,18 @@ class ObjectPageStore(PoolStore):
             failure = self._requests.explained(error)
             self._requests.count(failure)
             raise ClearLaterError(str(failure)) from None
-        # What a listing under way has seen of what is deleted now is not to be believed.
+        # A listing in progress may have seen objects that are deleted now; discard its results.
         self._catalog.reset(digests)
 
     def _is_swept(self, prefix: str, cleared: Cleared) -> bool:
-        """Delete what is listed: whether that was all, and nothing was to be deleted."""
+        """Delete cleared objects in a listing; return whether it was complete and contained none."""
         names_listed, deleted = 0, 0
         for listed in self._requests.listed(prefix, chunk_size=LISTED_AT_ONCE):
             if cleared.closing:
                 return True
             marks: dict[str, tuple[bytes, int]] = {}
             for entry in listed:
-                # Ours alone.
+                # Ignore foreign objects.
                 if (found := packed(entry["path"])) is not None:
                     digest, item = found
                     pack_id, count = (item.id, item.count) if isinstance(item, Pack) else (item.pack, 0)
@@ -611,7 +610,7 @@ class ObjectPageStore(PoolStore):
         return not deleted
 
     def _close(self) -> None:
-        """Waits for requests under way, which end by their own timeouts, and for the deletion of cleared pages."""
+        """Wait for requests in progress, which end by their own timeouts, and for the deletion of cleared pages."""
         self._bad_pages.close()
         self._catalog.close()
         self._clearing.close(_CLOSE_TIMEOUT)
@@ -619,7 +618,7 @@ class ObjectPageStore(PoolStore):
 
 
 def _shares_its_name(body: memoryview, key: bytes) -> bool:
-    """Whether a page is another one of the identity with the same short hash."""
+    """Return whether a page is a different one of the same identity with the same short hash."""
     try:
         found = envelope.decode_header(body[:HEADER_LENGTH])
     except FormatError:
@@ -628,12 +627,12 @@ def _shares_its_name(body: memoryview, key: bytes) -> bool:
 
 
 def _most_in_a_pack(prefix: str) -> int:
-    """How many pages the name of a pack has room for behind what stands before every name."""
+    """Return how many pages fit into the name of a pack after ``prefix``."""
     longest = packed_name(bytes(16), Pack("0" * 11 + "-" + "0" * 10, SMALL - 1, bytes(6 * MOST_PAGES)))
     room = LONGEST_NAME - len(prefix.encode()) - 1 - len(longest)
     return MOST_PAGES if room >= 0 else max(1, MOST_PAGES + room // 9)
 
 
 def _mark_of(digest: bytes, pack_id: str) -> bytes:
-    """What stands for a pack where pages are cleared: a key that no page has."""
+    """Return the key that represents a pack in ``Clearing``; no page has it."""
     return digest + pack_id.encode().ljust(32, b"\0")

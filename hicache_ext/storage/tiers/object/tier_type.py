@@ -35,7 +35,7 @@ class ObjectTier(TierType):
         return ObjectPageStore(name, tier, lambda: make_client(name, tier))
 
     def examine(self, name: str, tier: ObjectTierConfig) -> Sequence[Finding]:
-        """Of a directory the trial is in one of its own, so that nothing in it is made or changed."""
+        """Examine the tier. For a directory, the trial uses a separate one, so that the tier's own stays unchanged."""
         if tier.scheme != "file":
             return super().examine(name, tier)
         from hicache_ext.storage.contract.trial import trial_directory

@@ -40,22 +40,22 @@ _PREFIX_ALLOWED = f"1 to {LONGEST_PREFIX} of the characters A-Z a-z 0-9 _ . : / 
 _TTL_ALLOWED = "a duration of whole seconds from 1s to a year, such as 24h, or none"
 _FILE_ALLOWED = "an absolute path"
 _NAME_ALLOWED = "text"
-# Braces would be a hash tag: all pages on one node of a cluster. Blanks and wildcards serve nobody.
+# Braces would form a hash tag and put all pages on one node of a cluster. Blanks and wildcards have no use in a prefix.
 _PREFIX = rf"^[A-Za-z0-9_.:/-]{{1,{LONGEST_PREFIX}}}$"
 
 _NAMED_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 
 
 class Endpoint(NamedTuple):
-    """Where one server listens: host and port, or the path of a Unix socket."""
+    """The address one server listens on: host and port, or the path of a Unix socket."""
 
     host: str
     port: int = 0
 
     @classmethod
     def named(cls, host: object, port: object) -> Endpoint:
-        """What a server names. Never a path: a socket of this machine would get the password without TLS. Raises
-        ValueError."""
+        """Return the endpoint that a server names. Raise ValueError for a path: a local socket would receive the
+        password without TLS."""
         text, number = (str(word, "ascii") if isinstance(word, bytes) else str(word) for word in (host, port))
         if not _NAMED_HOST.fullmatch(text) or not 0 < int(number) < 65536:
             raise ValueError("no host and port")
@@ -70,7 +70,7 @@ class Endpoint(NamedTuple):
 
 
 def _url(text: object, place: str, others: Sequence[str]) -> str:
-    """An address with templates expanded, checked."""
+    """Expand the templates in an address and check the result."""
     if not isinstance(text, str):
         raise refuse(text, _URL_ALLOWED, place)
     url = expand_templates(text, place)
@@ -86,7 +86,7 @@ def _url(text: object, place: str, others: Sequence[str]) -> str:
 
 
 def _parse_url(url: str, written: str, place: str) -> Endpoint:
-    """``written`` is what errors show: what came out of an environment variable is not repeated."""
+    """Parse ``url``. Errors show ``written`` instead, so as not to reveal values from environment variables."""
 
     def wrong(problem: str) -> ConfigError:
         return ConfigError(place, problem, _URL_ALLOWED)
@@ -101,7 +101,7 @@ def _parse_url(url: str, written: str, place: str) -> Endpoint:
     sentinel = parts.scheme.endswith(SENTINEL)
     if parts.scheme.removesuffix(SENTINEL) not in ("redis", "rediss") and parts.scheme != "unix":
         raise wrong(f"{quoted(written)} is not an address of redis")
-    # An address is shown by every tool and sent over HTTP by SGLang.
+    # Every tool displays the address, and SGLang sends it over HTTP.
     if "@" in parts.netloc:
         raise ConfigError(place, "an address holds no login: use username and password", _URL_ALLOWED)
     if parts.query or parts.fragment:
@@ -187,7 +187,7 @@ class RedisTierConfig(RemoteTierConfig):
 
     @property
     def service(self) -> str | None:
-        """The name under which Sentinels know the primary; None without Sentinels."""
+        """The service name by which Sentinels know the primary; None without Sentinels."""
         parts = urlsplit(self.url[0])
         return parts.path.strip("/") if parts.scheme.endswith(SENTINEL) else None
 

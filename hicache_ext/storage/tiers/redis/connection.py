@@ -1,4 +1,4 @@
-"""One logged-in connection to one server, used by one thread at a time; and the names of a tier's keys there."""
+"""A logged-in connection to one server, used by one thread at a time, and the names of a tier's Redis keys."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 #
 # RESP2, the protocol of Redis and Valkey (redis.io/docs/latest/develop/reference/protocol-spec).
 #
-# What a server may send is not trusted: every length is bounded before it is used, and anything that is not exactly the
-# protocol is a ``ProtocolError``, after which the connection must be closed since nobody knows where the next reply
-# begins. Page values go straight into the memory they are meant for; nothing is written anywhere else.
+# Replies are not trusted: every length is checked before it is used, and any deviation from the protocol raises
+# ``ProtocolError``. The connection must then be closed because the start of the next reply is unknown. Page values are
+# received directly into their destination buffers and nowhere else.
 
 
 LONGEST_LINE = 4096
 LONGEST_TEXT = 64 * 1024
-"""Bytes of an answer that is neither a page nor may be a list: replies to AUTH, PING, EVAL."""
+"""Maximum bytes of a reply that is neither a page nor a list: replies to AUTH, PING, EVAL."""
 LONGEST_DRAINED = 1 << 20
-"""A value of another length than the page's is read and thrown away up to here; a longer one costs the connection."""
+"""Maximum bytes of a value of the wrong length that are read and discarded; a longer one closes the connection."""
 LARGEST_VALUE = 512 << 20
-"""Redis' own limit (proto-max-bulk-len)."""
+"""Redis' default limit (proto-max-bulk-len)."""
 MOST_RECEIVED = 8 << 20
-"""Bytes of an answer that may be a list: the map of 16,384 slots in pieces takes less."""
+"""Maximum bytes of a reply that may be a list: even a fragmented map of 16,384 slots takes less."""
 _DEEPEST_LIST = 6
 
 _BUFFER_SIZE = 16 * 1024
@@ -60,7 +60,7 @@ _ERROR_CODE = re.compile(r"[A-Z]{2,20}")
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error that the server sent. ``line`` may repeat arguments of ours (a password): only ``code`` is shown."""
+    """An error sent by the server. ``line`` may repeat our arguments (a password), so only ``code`` is shown."""
 
     line: str
 
@@ -71,32 +71,31 @@ class ErrorReply:
 
 
 Answer = int | bytes | str | ErrorReply | list["Answer"] | None
-"""A simple string (+OK) is a ``str``: it says that a command was done, where a bulk string of the same text would
-not."""
+"""A simple string (+OK) is a ``str``: it confirms that a command was executed, whereas a bulk string (``bytes``) with
+the same text does not."""
 
 
 def new_nonce() -> bytes:
-    """A word that a server says only when it is asked to."""
+    """Return a random word that a server sends only as an echo."""
     return os.urandom(8).hex().encode()
 
 
 def command(*arguments: bytes) -> bytes:
-    """One request."""
+    """Encode one request."""
     words = [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
     return b"*%d\r\n%b" % (len(words), b"".join(words))
 
 
 def command_of_equals(word: bytes, arguments: Sequence[bytes]) -> bytes:
-    """One request with arguments of one length; in haste, since there are hundreds."""
+    """Encode one request whose arguments have equal lengths; optimized for hundreds of arguments."""
     between = b"\r\n$%d\r\n" % len(arguments[0])
     return b"*%d\r\n$%d\r\n%b%b%b\r\n" % (len(arguments) + 1, len(word), word, between, between.join(arguments))
 
 
 class ReplyReader(io.RawIOBase):
-    """Takes answers off a connection, one call per answer, in the order of the requests.
+    """Reads replies from a connection, one call per reply, in the order of the requests.
 
-    ``receive_into`` fills a buffer with at least one byte and says how many, or raises; its errors come out as they
-    are.
+    ``receive_into`` receives at least one byte into a buffer and returns the count; its exceptions propagate unchanged.
     """
 
     def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
@@ -108,18 +107,18 @@ class ReplyReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """What arrives, for the buffer."""
+        """Receive bytes for the ``BufferedReader``."""
         received = self._receive_into(memoryview(buffer))
         self._received += received
         return received
 
     @property
     def empty(self) -> bool:
-        """No byte has arrived that no reply has used: so it must be whenever nothing is awaited."""
+        """Whether replies have consumed every received byte, as must be the case when no reply is pending."""
         return self._used == self._received
 
     def answer(self, *, lists: bool = False) -> Answer:
-        """What is no page, of ``LONGEST_TEXT`` bytes at most; of ``MOST_RECEIVED`` where it may be a list."""
+        """Receive a reply that is not a page, at most ``LONGEST_TEXT`` bytes, or ``MOST_RECEIVED`` if ``lists``."""
         longest, depth = (MOST_RECEIVED, _DEEPEST_LIST) if lists else (LONGEST_TEXT, 0)
         return self._answer(self._used + longest + LONGEST_LINE, depth)
 
@@ -129,7 +128,7 @@ class ReplyReader(io.RawIOBase):
             raise ProtocolError("an answer without end")
         kind, rest = line[:1], line[1:]
         if kind == b"*" and depth:
-            # A list of no length is nothing.
+            # A null list counts as empty.
             return [self._answer(end, depth - 1) for _ in range(_length(rest) or 0)]
         if kind == b":":
             if not _INTEGER.fullmatch(rest):
@@ -152,10 +151,10 @@ class ReplyReader(io.RawIOBase):
         raise ProtocolError("a reply of an unexpected type")
 
     def page_into(self, header: memoryview, segments: Sequence[memoryview]) -> int | ErrorReply | None:
-        """A value that should be ``header`` and ``segments``, received into them.
+        """Receive a value into ``header`` and ``segments`` and return its length, an error reply, or None for no value.
 
-        Answers the value's length; only when it is that of header and segments together do they hold it. A value of
-        another length is thrown away, all but its first bytes in ``header``, and ``segments`` are not touched.
+        They hold the value only if its length equals their total size. A value of another length is discarded except
+        for its first bytes, which go into ``header``; ``segments`` are not touched.
         """
         line = self._line()
         if line[:1] == b"-":
@@ -213,46 +212,46 @@ def _length(rest: bytes) -> int | None:
 
 
 Address = tuple[int, tuple[str, int] | str]
-"""Address family, and host and port or the path of a Unix socket."""
+"""Address family, and (host, port) or the path of a Unix socket."""
 
 SHORT_CALL = 1.0
-"""Seconds one administrative request may take (topology, probes of a node that is down), or the tier's timeout."""
+"""Maximum seconds for an administrative request (topology, node probe), unless the tier's timeout is shorter."""
 
 
 def short_call(tier: RedisTierConfig) -> float:
     return min(SHORT_CALL, tier.longest_call)
 
 
-_UNUSABLE_SAID = 60.0
-"""Seconds between two lines of the log about TLS files that cannot be used."""
+_UNUSABLE_LOG_INTERVAL = 60.0
+"""Seconds between two log messages about unusable TLS files."""
 
 
 TlsContexts = Callable[[], ssl.SSLContext]
 
 
 def tls_contexts(tier: RedisTierConfig) -> TlsContexts:
-    """Return what gives the certificates and the key of a tier to its next connection: made anew when one of their
-    files was exchanged, and those from before where they cannot be used, as amid an exchange. Threads: any.
+    """Return a function that returns the TLS context for the tier's next connection. It reloads the files when one of
+    them has changed, and keeps the previous context while they are unusable, as in the middle of a rotation.
 
-    Raises OSError (ssl.SSLError is one) for files that cannot be used at the start.
+    Threads: any. Raises OSError (which includes ssl.SSLError) if the files are unusable at startup.
     """
-    log = LimitedLog(logger, _UNUSABLE_SAID)
+    log = LimitedLog(logger, _UNUSABLE_LOG_INTERVAL)
 
     def signature() -> list[FileSignature | None]:
         files = (tier.tls_ca, tier.tls_certificate, tier.tls_key)
         return [None if file is None else file_signature(file) for file in files]
 
-    made = signature(), _tls_context(tier)
+    loaded = signature(), _tls_context(tier)
 
     def current() -> ssl.SSLContext:
-        nonlocal made
-        if (now := signature()) != made[0]:
+        nonlocal loaded
+        if (now := signature()) != loaded[0]:
             try:
-                made = now, _tls_context(tier)
+                loaded = now, _tls_context(tier)
             except OSError as error:
                 words = "tier redis: the exchanged TLS files cannot be used (%s); going on with those that were there"
                 log.log(logging.WARNING, "tls", words, error.strerror or error)
-        return made[1]
+        return loaded[1]
 
     return current
 
@@ -267,9 +266,9 @@ def _tls_context(tier: RedisTierConfig) -> ssl.SSLContext:
 
 
 def resolve(endpoint: Endpoint) -> list[Address]:
-    """The addresses of an endpoint, IPv6 and IPv4, in the order of the resolver. Raises OSError.
+    """Return the IPv6 and IPv4 addresses of an endpoint in the resolver's order. Raises OSError.
 
-    Name servers keep no deadline: never called on a thread that a store's caller waits for.
+    Name resolution has no deadline: never call this on a thread that a store's caller waits for.
     """
     if endpoint.is_path:
         return [(socket.AF_UNIX, endpoint.host)]
@@ -285,17 +284,17 @@ def resolve(endpoint: Endpoint) -> list[Address]:
 
 _LEAST_WINDOW = 512 * 1024
 _BYTES_A_MICROSECOND = 5000
-"""More than a connection carries on the networks of today, in bytes per microsecond of round trip."""
+"""Bytes per microsecond of round trip: more than one connection carries on today's networks."""
 _MIN_RTT = 148
 """Offset of tcpi_min_rtt (microseconds) in struct tcp_info (linux/tcp.h)."""
 MOST_IN_FLIGHT = 8 << 20
-"""Bytes under way on one connection; as a rule fewer are, by its round trip."""
+"""Maximum bytes in flight on one connection; usually fewer, depending on its round-trip time."""
 _SHORT_REQUESTS = 1024
-"""Requests without payload that are under way at once: their bytes and replies fit into any socket's buffers."""
+"""Maximum requests without payload in flight: they and their replies fit into any socket's buffers."""
 
 
 def remaining(deadline: float) -> float:
-    """Seconds left; TimeoutError when there are none."""
+    """Return the seconds until ``deadline``. Raises TimeoutError if it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the deadline has passed")
@@ -303,10 +302,10 @@ def remaining(deadline: float) -> float:
 
 
 class Connection:
-    """TCP, a Unix socket, or TLS. After any exception but a reply's own error it is of no use and must be closed.
+    """A connection over TCP, a Unix socket, or TLS. It must be closed after any exception except RefusedError.
 
-    ``deadline`` (time.monotonic()) bounds every operation; whoever takes the connection sets it. Raises TimeoutError
-    at the deadline, and OSError for all else that ends a connection.
+    ``deadline`` (time.monotonic()) bounds every operation; the caller that takes the connection sets it. Operations
+    raise TimeoutError at the deadline and OSError if the connection ends for another reason.
     """
 
     def __init__(self, connected: socket.socket, address: Address, deadline: float) -> None:
@@ -316,7 +315,7 @@ class Connection:
         self.deadline = deadline
         self.reader = ReplyReader(self._receive_into)
         self._questions = [b"PING", b"ECHO"]
-        """What ``confirm`` may ask: a server may refuse either, and answer everything else."""
+        """Commands that ``confirm`` may use: a server may refuse either one and still answer everything else."""
 
     def send(self, *requests: bytes | memoryview) -> None:
         for piece in requests:
@@ -335,27 +334,27 @@ class Connection:
 
     @property
     def descriptor(self) -> int | None:
-        """Of a socket whose bytes are the protocol's own: the native core can use it. None under TLS."""
+        """Descriptor of a plain socket, which the native core can use; None under TLS."""
         if isinstance(self._socket, ssl.SSLSocket):
             return None
-        # The core has the kernel keep its deadline.
+        # A blocking socket: the core sets the kernel's socket timeouts to enforce its deadline.
         self._socket.settimeout(None)
         return self._socket.fileno()
 
     def has_something(self) -> bool:
-        """Whether anything has come, the end of the connection included. Does not wait."""
+        """Return whether bytes or the end of the connection have arrived. Does not wait."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return True
-        # Under TLS also where a record without content has come, such as a new session ticket: that is read with the
-        # next reply, and a connection more is no harm.
+        # Under TLS this is also true for a record without payload, such as a new session ticket. It would be read with
+        # the next reply, but replacing the connection does no harm.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def window(self) -> int:
-        """Bytes of values to have under way, so that the connection is never idle and what arrives is still in the
-        processor's cache when it is received: as many as arrive during a round trip, with some for the server's
-        pauses."""
+        """Return how many bytes of values to keep in flight: what arrives during one round trip, plus a margin for
+        pauses of the server. Then the connection never idles, and arriving data is still in the CPU cache when it is
+        received."""
         if self._socket.family == socket.AF_UNIX:
             return _LEAST_WINDOW
         try:
@@ -365,12 +364,13 @@ class Connection:
         if len(facts) < _MIN_RTT + 4:
             return _LEAST_WINDOW
         (microseconds,) = struct.unpack_from("I", facts, _MIN_RTT)
-        # All ones: no packet was answered yet.
+        # All ones: no packet has been acknowledged yet.
         round_trip = microseconds * _BYTES_A_MICROSECOND if microseconds != 0xFFFFFFFF else 0
         return min(MOST_IN_FLIGHT, _LEAST_WINDOW + round_trip)
 
     def tell(self, *words: bytes, within: float | None = None) -> Answer:
-        """The answer to one command, which may be a list; ``within`` seconds from now. Raises RefusedError."""
+        """Return the reply to one command, which may be a list. ``within`` sets the deadline, in seconds from now.
+        Raises RefusedError."""
         if within is not None:
             self.deadline = time.monotonic() + within
         self.send(command(*words))
@@ -380,7 +380,7 @@ class Connection:
         return answer
 
     def info(self, *sections: bytes) -> dict[str, str]:
-        """What INFO says; otherwise as ``tell``."""
+        """Return the fields of INFO; otherwise like ``tell``."""
         text = self.tell(b"INFO", *sections)
         if not isinstance(text, bytes):
             raise ProtocolError("no text")
@@ -388,7 +388,7 @@ class Connection:
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
     def ask(self, requests: Sequence[bytes]) -> list[Answer]:
-        """The replies to short ``requests``, pipelined. Raises ProtocolError where they may belong to others."""
+        """Pipeline short ``requests`` and return their replies. Raises ProtocolError if replies may be mismatched."""
         replies: list[Answer] = []
         if not requests:
             return replies
@@ -402,14 +402,14 @@ class Connection:
         return replies
 
     def confirm(self) -> None:
-        """Ask something that only now has this answer. Whatever was answered before counts from here on: had one reply
-        too many come, as of an earlier request, each would have been taken for the next one's. Raises ProtocolError."""
+        """Send a request whose reply contains a new nonce. Previous replies count only once it matches: a surplus reply
+        from an earlier request would have shifted every reply by one. Raises ProtocolError."""
         question, nonce = self.question()
         self.send(question)
         self._confirm(nonce)
 
     def question(self) -> tuple[bytes, bytes]:
-        """A request, and the text that nothing else is answered with; empty where the server answers none."""
+        """Return a request and the nonce that only its reply contains; both are empty if the server refuses all."""
         if not self._questions:
             return b"", b""
         nonce = new_nonce()
@@ -420,14 +420,14 @@ class Connection:
             return
         reply = self.reader.answer()
         if isinstance(reply, ErrorReply):
-            # No permission, or a server that takes no writes (-MISCONF): it says nothing about the other replies.
+            # Missing permission, or a server that refuses writes (-MISCONF): this says nothing about the other replies.
             self.refused_question()
             self.confirm()
         elif reply != nonce:
             raise ProtocolError("a reply that nothing was asked for")
 
     def refused_question(self) -> None:
-        """The first question that there was is not answered; there may be another one."""
+        """Drop the question that the server refused; the next one may be answered."""
         del self._questions[:1]
 
 
@@ -438,13 +438,13 @@ def open_connection(
     tls: TlsContexts | None,
     deadline: float,
 ) -> Connection:
-    """Connect to the first address that answers, log in, choose the database.
+    """Connect to the first address that answers, log in, and select the database.
 
-    Raises what the last address did: TimeoutError, OSError (as LoginError and ssl.SSLError are), ProtocolError; and
-    ConfigError where the secret cannot be read.
+    Raises the last address's error: TimeoutError, OSError (which includes LoginError and ssl.SSLError), ProtocolError;
+    and ConfigError if the secret cannot be read.
     """
     for position, address in enumerate(addresses):
-        # What is left is shared by the addresses that are left.
+        # The remaining addresses share the remaining time.
         now = time.monotonic()
         until = now + max(0.0, deadline - now) / (len(addresses) - position)
         try:
@@ -463,7 +463,7 @@ def _open(
     steps: list[list[bytes]] = []
     if tier.password is not None:
         user = [] if tier.username is None else [tier.username.encode()]
-        # Revealed for each login, so that a changed one is found.
+        # Revealed for each login so that a changed password takes effect.
         steps.append([b"AUTH", *user, tier.password.reveal().encode()])
     if tier.database:
         steps.append([b"SELECT", b"%d" % tier.database])
@@ -482,7 +482,7 @@ def _open(
             connected = tls().wrap_socket(plain, server_hostname=endpoint.host or None)
             on_failure.callback(connected.close)
         connection = Connection(connected, address, until)
-        # One by one: a server that takes no more connections says so once, whatever it is asked.
+        # One by one: a server at its connection limit replies only once, whatever the command.
         for step in [*steps, [b"PING"]]:
             name = step[0].decode()
             connection.send(command(*step))
@@ -494,7 +494,7 @@ def _open(
                 raise LoginError(name, reply.code)
             if reply not in ("OK", "PONG"):
                 raise ProtocolError(f"{name} was not answered as Redis does")
-        # For people who look at CLIENT LIST. A user need not be allowed to.
+        # For people who read CLIENT LIST. The error of a user without permission is ignored.
         connection.send(command(b"CLIENT", b"SETNAME", b"hicache_ext"))
         connection.reader.answer()
         on_failure.pop_all()
@@ -511,14 +511,14 @@ def page_prefix(prefix: str) -> bytes:
 
 
 def page_name(page_names: bytes, key: bytes) -> bytes:
-    """The Redis key of a page; ``page_names`` is its ``page_prefix``. No hash tag, so that a cluster spreads the pages
-    of one conversation over all nodes."""
+    """Return the Redis key of a page; ``page_names`` is the result of ``page_prefix``. It has no hash tag, so that a
+    cluster spreads the pages of one conversation over all nodes."""
     (name,) = page_names_of(page_names, [key])
     return name
 
 
 def page_names_of(page_names: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    """``page_name`` of each key."""
+    """Return the ``page_name`` of each key."""
     text = hexlify(key_words(keys).tobytes())
     length, split = 2 * KEY_LENGTH, 2 * IDENTITY_LENGTH
     return [
@@ -528,7 +528,7 @@ def page_names_of(page_names: bytes, keys: Sequence[bytes]) -> list[bytes]:
 
 
 def page_key(page_names: bytes, name: bytes) -> bytes | None:
-    """The key of a page of ours; None for any other Redis key."""
+    """Return the page key encoded in ``name``; None for a Redis key that is not a page of this tier."""
     rest = name.removeprefix(page_names)
     if rest == name or rest[32:33] != b":" or not is_hex(rest[:32], 32) or not is_hex(rest[33:], 64):
         return None
@@ -540,5 +540,5 @@ def identity_name(prefix: str, digest: bytes) -> bytes:
 
 
 def is_hex(text: bytes, length: int) -> bool:
-    """Whether ``text`` is that many lower-case hex digits."""
+    """Return whether ``text`` consists of exactly ``length`` lower-case hex digits."""
     return len(text) == length and not text.strip(b"0123456789abcdef")

@@ -1,4 +1,4 @@
-"""What ``hicache-ext doctor`` says about a Redis tier besides its round trip: how each node is set up."""
+"""The findings of ``hicache-ext doctor`` on how each node of a Redis tier is set up; the round trip is elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hicache_ext.storage.tiers.redis.node import Node
 from hicache_ext.storage.tiers.redis.topology import SLOTS, Topology
 
 LARGEST_SKEW = 1.0
-"""Seconds between this clock and the server's from which pages' ages and TTLs mislead."""
+"""Seconds of clock skew between client and server above which the pages' ages and TTLs are misleading."""
 
 _GOOD_POLICIES = ("allkeys-lru", "allkeys-lfu")
 
 
 def diagnose(tier: RedisTierConfig, topology: Topology) -> list[Finding]:
-    """Findings about the tier and each of its nodes. Never raises; every step is bounded by the tier's timeout."""
+    """Return findings about the tier and each node. Never raises; the tier's timeout bounds every step."""
     nodes = topology.nodes
     findings: list[Finding] = []
     if not tier.tls:
@@ -63,7 +63,7 @@ def _node_findings(tier: RedisTierConfig, node: Node) -> Iterator[Finding]:
                 try:
                     yield from look(subject, connection)
                 except RefusedError:
-                    # No permission, or renamed: the tier needs none of these.
+                    # The command is forbidden or renamed; the tier does not need it.
                     remedy = f"nothing has to be done; what {words} tells is not examined"
                     yield Finding(subject, Level.NOTE, f"{words} is refused", remedy)
     except (StoreError, OSError, ConfigError, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""One server of the tier: its connections, and whether it is up.
+"""One server of the tier: its connections and whether it is up.
 
-A node goes down when it cannot be connected to, or when a read or a look-up misses a deadline or is refused. From then
-on calls answer at once for its pages, and it is tried in the background until it is back: no call waits twice for a
-node that is gone. Writes that it refuses pause writes to it and nothing else.
+A node goes down when a connection to it fails, or when a read or a lookup misses a deadline or is refused. From then on
+calls fail immediately for its pages, and a background thread retries until it is back: no call waits twice for a dead
+node. A refused write only pauses writes to the node.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = Backoff(0.1, 2.0)
 """Seconds between two attempts to reach a node that is down."""
 _FIRST_ATTEMPT = 3
-"""Short calls' time for which the first attempt to reach a node is waited for: a name server may take very long."""
+"""Maximum wait for the first attempt to reach a node, as a multiple of a short call: name resolution may hang."""
 _OLDEST = 300.0
-"""Seconds after which an idle connection is replaced: a name, a balancer or a password may lead elsewhere by then."""
+"""Seconds after which an idle connection is replaced: its name, load balancer or password may have changed."""
 
 
 class Lane:
-    """At most ``limit`` connections to one node in use. Threads: any."""
+    """Limits the connections to one node in use to ``limit``. Threads: any."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -59,16 +59,16 @@ class Lane:
 
     @property
     def free(self) -> int:
-        """How many more could be used now."""
+        """The number of connections that could be taken now."""
         return self._limit - self._taken
 
     @contextlib.contextmanager
     def place(self, deadline: float) -> Iterator[None]:
-        """The right to one connection; LaneBusyError when none is free in time, also where there is no time."""
+        """Reserve one connection. Raises LaneBusyError if none is free by the deadline, or if it has passed."""
         with self._changed:
             is_free = self._changed.wait_for(lambda: self.free > 0, max(0.0, deadline - time.monotonic()))
             if not is_free or time.monotonic() >= deadline:
-                # Another one that waits may have time.
+                # Another waiter may still have time.
                 self._changed.notify()
                 raise LaneBusyError("every connection is in use")
             self._taken += 1
@@ -81,7 +81,7 @@ class Lane:
 
 
 class Node:
-    """Pages and short requests have connections of their own, so that a look-up never waits behind megabytes."""
+    """One server. Pages and short requests use separate connections so that a lookup never waits behind megabytes."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Node:
         metrics: TierMetrics,
         when_down: Callable[[], None],
     ) -> None:
-        """Down until it was reached for the first time: in the background, from now on."""
+        """Start in the down state and try to reach the server in the background."""
         self.endpoint = endpoint
         self._tier = tier
         self._tls = tls
@@ -103,13 +103,13 @@ class Node:
         self._log = LimitedLog(logger)
         self.writes = WritePause()
         self._refused: RefusedError | None = None
-        """The read or look-up that took it down."""
-        self._asked_for = b""
-        """The name for which that is asked again."""
+        """The refusal of the read or lookup that took the node down."""
+        self._refused_name = b""
+        """The name that the refused command is retried with."""
         self._addresses: list[Address] = []
-        """Those of the name, the one that answered first."""
-        self._made = time.monotonic()
-        self._tried = threading.Event()
+        """The addresses of the name; the one that answered comes first."""
+        self._created = time.monotonic()
+        self._attempted = threading.Event()
         self._problem: BaseException = TimeoutError("no answer in time")
         self._breaker = Breaker(
             f"hicache-{metrics.tier}-node",
@@ -126,18 +126,18 @@ class Node:
 
     @contextlib.contextmanager
     def connection(self, lane: Lane, deadline: float, *, fresh: bool = False) -> Iterator[Connection]:
-        """A connection for the thread that asks; closed instead of kept if anything is raised or left unread.
+        """Lend a connection to the calling thread; close it if anything is raised or left unread, else keep it.
 
-        ``fresh``: none that was idle, after one turned out to be dead. Raises NodeDownError, TimeoutError, OSError,
-        ProtocolError.
+        ``fresh`` excludes idle connections, after one turned out to be dead. Raises NodeDownError, TimeoutError,
+        OSError, ProtocolError.
         """
         if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
         with lane.place(deadline):
             if fresh:
-                # Those that wait beside it are as old.
-                self._drop()
-            connection = self._idle_one() or self._open(deadline)
+                # The other idle connections are just as old.
+                self._close_idle()
+            connection = self._take_idle() or self._open(deadline)
             connection.deadline = deadline
             try:
                 yield connection
@@ -151,20 +151,20 @@ class Node:
 
     @contextlib.contextmanager
     def aside(self, seconds: float | None = None) -> Iterator[Connection]:
-        """A connection beside the lanes, for administrative commands, each of which has ``seconds``, or the tier's
-        timeout. Raises as ``connection``, and ConfigError."""
+        """Open a connection outside the lanes for administrative commands, each limited to ``seconds`` or the tier's
+        timeout. Raises like ``connection``, and ConfigError."""
         if not self.up:
             raise NodeDownError(f"{self.endpoint} is down")
         seconds = self._tier.longest_call if seconds is None else seconds
-        connection = self._opened(time.monotonic() + seconds)
+        connection = self._connect(time.monotonic() + seconds)
         connection.deadline = time.monotonic() + seconds
         try:
             yield connection
         finally:
             connection.close()
 
-    def _idle_one(self) -> Connection | None:
-        """The one that was used last; those that are old, lead elsewhere or were ended are closed."""
+    def _take_idle(self) -> Connection | None:
+        """Return the most recently used idle connection; close those that are old, lead elsewhere or have ended."""
         with contextlib.suppress(IndexError):
             while connection := self._idle.pop():
                 is_old = time.monotonic() - connection.opened > _OLDEST
@@ -175,7 +175,7 @@ class Node:
 
     def _open(self, deadline: float) -> Connection:
         try:
-            opened = self._opened(deadline)
+            opened = self._connect(deadline)
         except (OSError, ProtocolError) as error:
             self.mark_down(error)
             raise
@@ -185,7 +185,7 @@ class Node:
         self._metrics.add("connection", "opened")
         return opened
 
-    def _opened(self, deadline: float) -> Connection:
+    def _connect(self, deadline: float) -> Connection:
         addresses = self._addresses
         opened = open_connection(self._tier, self.endpoint, addresses, self._tls, deadline)
         if opened.address != addresses[0]:
@@ -193,12 +193,12 @@ class Node:
         return opened
 
     def follow_name(self) -> None:
-        """Look the name up again: connections to addresses that are no longer its own are not used any more, although
-        somebody answers there. Asks a name server, which may take long."""
+        """Resolve the name again. Connections to addresses that the name no longer has are not reused, even if a server
+        still answers there. Name resolution may take long."""
         try:
             found = resolve(self.endpoint)
         except OSError:
-            # No answer says nothing about the server.
+            # A failed resolution says nothing about the server.
             return
         known = self._addresses
         self._addresses = sorted(found, key=lambda address: known.index(address) if address in known else len(known))
@@ -208,24 +208,24 @@ class Node:
     # -- down and up -----------------------------------------------------------------------------------------------
 
     def mark_down(self, error: BaseException, name: bytes = b"") -> None:
-        """Take the node out of service until it has been reached again, and answers for ``name`` what it has
-        refused."""
+        """Take the node out of service until it can be reached again and, after a RefusedError, accepts the refused
+        command for ``name``."""
         if not self._breaker.closing:
-            self._refused, self._asked_for = error if isinstance(error, RefusedError) else None, name
+            self._refused, self._refused_name = error if isinstance(error, RefusedError) else None, name
             self._breaker.trip(error_words(error))
 
     @property
     def why_down(self) -> str:
-        """A word for the metrics."""
+        """The reason as a word for the metrics."""
         return "down" if self._refused is None else self._refused.code
 
     def missed_write(self, error: TimeoutError) -> None:
-        """A write missed its deadline: writes pause, and it is found out in the background whether the node hangs."""
+        """Pause writes after one missed its deadline, and check in the background whether the node hangs."""
         self.refused_write("timeout")
         self._breaker.examine(error_words(error))
 
     def refused_write(self, reason: str) -> None:
-        """Writes pause; it goes on being read."""
+        """Pause writes to the node; reads go on."""
         if self.writes.begin(reason):
             words = "redis node %s refuses writes (%s): they pause, and it is read; see docs/redis.md"
             self._log.log(logging.WARNING, f"writes {reason}", words, self.endpoint, reason)
@@ -235,17 +235,17 @@ class Node:
             self._log.log(logging.INFO, "writes", "redis node %s takes writes again", self.endpoint)
 
     def problem(self) -> BaseException | None:
-        """Why the last attempt to reach the node was in vain, or None where it is up; the first one is waited for."""
-        self._tried.wait(max(0.0, self._made + _FIRST_ATTEMPT * short_call(self._tier) - time.monotonic()))
+        """Return why the last attempt to reach the node failed, or None if it is up. Waits for the first attempt."""
+        self._attempted.wait(max(0.0, self._created + _FIRST_ATTEMPT * short_call(self._tier) - time.monotonic()))
         return None if self.up else self._problem
 
     def close(self, seconds: float) -> None:
-        """Waits so long for an attempt under way."""
+        """Wait at most ``seconds`` for an attempt in progress, then close the idle connections."""
         self._breaker.close(seconds)
-        self._drop()
+        self._close_idle()
 
-    def _drop(self) -> None:
-        """Close those that are idle."""
+    def _close_idle(self) -> None:
+        """Close the idle connections."""
         with contextlib.suppress(IndexError):
             while connection := self._idle.pop():
                 connection.close()
@@ -253,20 +253,20 @@ class Node:
     def _reach(self) -> bool:
         try:
             self._addresses = resolve(self.endpoint)
-            connection = self._opened(time.monotonic() + short_call(self._tier))
+            connection = self._connect(time.monotonic() + short_call(self._tier))
             try:
                 if (refused := self._refused) is not None:
-                    (reply,) = connection.ask([command(refused.word, self._asked_for)])
-                    # A node that names another one answers.
+                    (reply,) = connection.ask([command(refused.word, self._refused_name)])
+                    # A redirect to another node counts as an answer.
                     if isinstance(reply, ErrorReply) and reply.code not in ("MOVED", "ASK"):
                         raise refused
             except BaseException:
                 connection.close()
                 raise
         except Exception as error:
-            # Kept whatever it is: without a problem the node would pass for one that was reached.
+            # Kept whatever its type: without a problem the node would count as reached.
             self._problem = error
-            self._tried.set()
+            self._attempted.set()
             if isinstance(error, (OSError, ProtocolError, ConfigError, RefusedError)):
                 return False
             raise
@@ -277,9 +277,9 @@ class Node:
         return True
 
     def _changed(self, state: BreakerState, reason: str) -> None:
-        self._tried.set()
+        self._attempted.set()
         if state is BreakerState.OPEN:
-            self._drop()
+            self._close_idle()
             self._metrics.add("node", "down")
             self._log.log(logging.WARNING, "down", "redis node %s is down: %s", self.endpoint, reason)
             self._when_down()
@@ -290,11 +290,11 @@ class Node:
 
 
 def error_words(error: BaseException) -> str:
-    """What went wrong in a few words that repeat nothing we sent, for whoever configures the tier."""
+    """Describe an error briefly for the person who configures the tier, without repeating anything we sent."""
     if isinstance(error, LoginError) and str(error).startswith("SELECT"):
         return f"{error}; a cluster has only database 0"
     if isinstance(error, LoginError):
-        # ERR is also what one says that takes no more clients.
+        # A server at its limit of clients also answers ERR.
         more = ", and its maxclients" if error.code == "ERR" else ""
         return f"the login is refused ({error.code}); check username and password{more}"
     if isinstance(error, RefusedError) and error.code == "NOPERM":

@@ -1,8 +1,8 @@
-"""The commands on one connection to read, write, find and remove pages.
+"""The commands on one connection that read, write, find and remove pages.
 
-Each function takes pages through ``PageCall`` and sets their ``result`` one by one, so that a connection that breaks in
-the middle leaves exactly the pages without a result to be asked for again. What a healthy server needs, ``NativeCall``
-does without the GIL.
+Each function takes pages as ``PageCall`` and sets their ``result`` one by one, so that if the connection breaks midway,
+exactly the pages without a result are retried. ``NativeCall`` handles the exchange with a healthy server without the
+GIL.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from hicache_ext.storage.tiers.redis.connection import (
 HEADER_LENGTH = envelope.FIELDS_LENGTH
 
 _MOST_AT_ONCE = 256
-"""Pages in one request for their presence."""
+"""Maximum pages in one presence request."""
 _FEW = 16
-"""Pages that are asked for one by one."""
+"""Groups up to this many pages are split into single pages."""
 _LARGE_PIECE = 64 * 1024
-"""Bytes of a page's part from which on it is sent by itself."""
+"""Pieces with more bytes than this are sent without being copied together."""
 _MOST_PIPELINED = 256
-"""Pages whose requests are sent before their replies are received."""
+"""Maximum requests for pages sent before their replies are received."""
 REDIRECTS = {"MOVED": "moved", "ASK": "ask"}
-"""Errors of a node of a cluster whose slot another one has, and their names in the metrics."""
+"""Errors of a cluster node when another node owns the slot, and their names in the metrics."""
 ELSEWHERE = object()
-"""The result of a page whose node has said so, until the store makes another one of it."""
+"""The provisional result of a redirected page; the store replaces it with a final one."""
 
 _REMOVE_IF_SAME = b"""
 local length = redis.pcall('STRLEN', KEYS[1])
@@ -60,23 +60,23 @@ else
 end
 return redis.call('UNLINK', KEYS[1])
 """
-"""The server compares: what is removed is what was seen, and no copy that came since, and nothing that only looked bad
-on its way here. 0 also where nothing is there."""
+"""The server compares, so that only the copy that was seen is removed: not one written since, nor one damaged only in
+transit. Returns 0 also if there is no value."""
 _REJECTED = {"OOM": "memory", "READONLY": "readonly"}
-"""Refusals of writes that are states of a healthy server, and their names in the metrics. The others are errors; what
-follows from all of them is the same."""
-_OF_THE_SERVER = {*_REJECTED.values(), "MISCONF", "NOREPLICAS", "NOPERM"}
-"""Refusals of any write, so that no more payload is sent."""
+"""Write refusals that a healthy server may send, and their names in the metrics. Other refusals count as errors; the
+consequences are the same for all."""
+_REFUSES_ALL_WRITES = {*_REJECTED.values(), "MISCONF", "NOREPLICAS", "NOPERM"}
+"""Refusals that apply to every write, so that no more payload is sent."""
 REMOVES = (b"UNLINK", b"SCAN")
-"""Commands that only clear() and the removal of damaged pages need."""
+"""Commands that are only needed by clear() and the removal of damaged pages."""
 WRITES = (b"SET", b"STRLEN", *REMOVES)
-"""Commands that only a tier that is written needs."""
+"""Commands that are only needed by a tier with writes."""
 _WITHOUT_SCRIPTS = frozenset({"NOPERM", "ERR"})
-"""A user without EVAL, or something that only speaks like Redis."""
+"""Errors of EVAL if the user lacks permission or the server only emulates Redis."""
 
 
 class PageCall:
-    """One page on its way: what is asked, and what became of it."""
+    """The request for one page and its result."""
 
     __slots__ = (
         "key",
@@ -94,14 +94,14 @@ class PageCall:
         self.segments = segments
         self.size = HEADER_LENGTH + payload
         self.result: Any = None
-        """GetResult, SetResult, or what was answered; None while it is not known."""
+        """GetResult, SetResult, or the reply's value; None while unknown."""
         self.reason = ""
-        """Why it is CORRUPT, REJECTED or an ERROR: a word for the metrics."""
+        """Reason for CORRUPT, REJECTED or ERROR: a word for the metrics."""
         self.seen = False
-        """Whether a copy was seen that is not this page."""
+        """Whether a stored copy was seen that is not this page."""
 
     def request(self, word: bytes) -> bytes:
-        """A command whose only argument is the page's name; ``command`` in haste, since it is made for every page."""
+        """Encode a command whose only argument is the page's name; a faster ``command``, since every page needs it."""
         return b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(word), word, len(self.name), self.name)
 
     def finish(self, result: Any, reason: str = "") -> None:
@@ -110,7 +110,7 @@ class PageCall:
 
 
 def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
-    """GET into the pages' memory."""
+    """GET pages into their memory. Raises RefusedError if the server refuses every page."""
     header = memoryview(bytearray(HEADER_LENGTH))
     refused: RefusedError | None = None
     for portion in portions(calls, [call.size for call in calls], connection.window(), _MOST_PIPELINED):
@@ -124,7 +124,7 @@ def read_pages(connection: Connection, calls: Sequence[PageCall]) -> None:
 
 
 def _read_page(connection: Connection, call: PageCall, header: memoryview) -> RefusedError | None:
-    """That the server refused it is answered, if it did."""
+    """Receive one page; return the server's refusal, if any."""
     try:
         length = connection.reader.page_into(header, call.segments)
     except OversizedValueError:
@@ -159,11 +159,11 @@ def _read_page(connection: Connection, call: PageCall, header: memoryview) -> Re
 
 
 def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | None, pause: str = "") -> str:
-    """SET NX of the pages that are not there. A copy of another length is REJECTED, and ``seen``: the caller looks.
+    """SET NX the missing pages. If a copy of another length exists, the page is REJECTED and ``seen``: the caller
+    inspects it.
 
-    Which are there is asked first: the payload of those need not be sent, and STRLEN renews their recency. The answer
-    is why the server takes no writes, mostly nothing. While it takes none, for the reason ``pause``, pages that are not
-    there are REJECTED.
+    STRLEN finds existing pages first: it saves sending their payload and renews their recency. Returns why the server
+    takes no writes, or "". During a write pause, whose reason is ``pause``, missing pages are REJECTED.
     """
     missing = _pages_missing(connection, calls)
     if pause:
@@ -174,22 +174,22 @@ def write_pages(connection: Connection, calls: Sequence[PageCall], ttl: int | No
         refusal, raced = _set_pages(connection, missing, ttl)
         connection.confirm()
     except BaseException:
-        # Not confirmed: they are asked for again.
+        # Unconfirmed results: these pages are retried.
         for call in missing:
             if call.result in (SetResult.STORED, SetResult.EXISTS):
                 call.result = None
         raise
-    # Mostly another writer's page. Whatever it is: EXISTS means that it can be read.
+    # Usually another writer stored the page. This must be verified, since EXISTS promises that it can be read.
     for call in _pages_missing(connection, raced):
         call.seen = True
         call.finish(SetResult.REJECTED, "suspect")
-    # Who has taken one of them takes writes.
-    takes = refusal not in _OF_THE_SERVER and any(call.result is SetResult.STORED for call in missing)
-    return "" if takes else refusal
+    # A server that has stored one of the pages takes writes.
+    accepts = refusal not in _REFUSES_ALL_WRITES and any(call.result is SetResult.STORED for call in missing)
+    return "" if accepts else refusal
 
 
 def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | None) -> tuple[str, list[PageCall]]:
-    """Why the server takes no writes, and the pages that were there when they came."""
+    """SET NX pages. Return why the server takes no writes, or "", and the pages that existed by the time of the SET."""
     options = [b"NX"] if ttl is None else [b"NX", b"EX", b"%d" % ttl]
     end = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(option), option) for option in options])
     created_ms = int(time.time() * 1000)
@@ -204,12 +204,12 @@ def _set_pages(connection: Connection, missing: Sequence[PageCall], ttl: int | N
                 *(call.name, call.size),
             )
             requests += [head, header, *call.segments, end]
-        # Small pieces as one; large ones as they are: to copy them takes the memory again, and the GIL.
+        # Join small pieces, but send large ones as they are: a copy would take as much memory again, and the GIL.
         parts = itertools.groupby(requests, lambda piece: memoryview(piece).nbytes > _LARGE_PIECE)
-        connection.send(*(one for large, some in parts for one in (some if large else [b"".join(some)])))
+        connection.send(*(piece for large, group in parts for piece in (group if large else [b"".join(group)])))
         for call in portion:
-            refusal = _written(connection, call, raced) or refusal
-        if refusal in _OF_THE_SERVER:
+            refusal = _receive_written(connection, call, raced) or refusal
+        if refusal in _REFUSES_ALL_WRITES:
             break
     if refusal:
         for call in missing:
@@ -239,8 +239,8 @@ def _pages_missing(connection: Connection, calls: Sequence[PageCall]) -> list[Pa
     return missing
 
 
-def _written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
-    """Why the server refused it, if it did."""
+def _receive_written(connection: Connection, call: PageCall, raced: list[PageCall]) -> str:
+    """Receive the reply to one SET; return why the server refused it, or ""."""
     reply = connection.reader.answer()
     if reply == "OK":
         call.finish(SetResult.STORED)
@@ -261,23 +261,23 @@ def _refuse(call: PageCall, refusal: str) -> None:
 
 
 def ask_integers(connection: Connection, calls: Sequence[PageCall], word: bytes) -> None:
-    """One request without payload per page (EXISTS, UNLINK) whose answer is an integer."""
+    """Send one request without payload per page (EXISTS, UNLINK); its integer reply becomes the result."""
     for call, reply in zip(calls, _ask(connection, calls, word), strict=True):
         if not _is_redirect(call, reply):
             call.finish(_integer(reply, word))
 
 
 def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Sequence[bytes]) -> None:
-    """EXISTS of many pages of one server, which is no node of a cluster; the one call's result is the ``bytearray`` of
-    ones and zeros. Groups of them in one request, and only those of which it has some are asked for in smaller ones:
-    chains are there to one page, and absent from it on."""
+    """Send EXISTS for many pages to one server that is not a cluster node; the single call's result is a ``bytearray``
+    of ones and zeros. One request covers a group of pages, and only groups that are partly present are split further:
+    chains are usually present up to some page and absent after it."""
     (call,) = calls
     present = bytearray(len(names))
     groups = [range(first, min(first + _MOST_AT_ONCE, len(names))) for first in range(0, len(names), _MOST_AT_ONCE)]
     while groups:
         replies = connection.ask([command_of_equals(b"EXISTS", names[group.start : group.stop]) for group in groups])
-        asked, groups = groups, []
-        for group, reply in zip(asked, replies, strict=True):
+        requested, groups = groups, []
+        for group, reply in zip(requested, replies, strict=True):
             if _is_redirect(call, reply):
                 return
             count = _integer(reply, b"EXISTS")
@@ -290,8 +290,8 @@ def ask_presence(connection: Connection, calls: Sequence[PageCall], names: Seque
 
 
 def read_again(connection: Connection, name: bytes, most: int) -> Stored | None:
-    """The first ``most`` bytes of whatever is there under ``name``; None where there is nothing. Raises RefusedError,
-    also where another node has it."""
+    """Return the first ``most`` bytes of the value ``name``, or None if there is none. Raises RefusedError, also if
+    another node owns the slot."""
     (length,) = connection.ask([command(b"STRLEN", name)])
     if isinstance(length, ErrorReply) and length.code == "WRONGTYPE":
         return Stored(-1, memoryview(b""))
@@ -307,21 +307,21 @@ def read_again(connection: Connection, name: bytes, most: int) -> Stored | None:
 
 
 def remove_bad(connection: Connection, name: bytes, bad: Stored) -> Verdict | None:
-    """Remove the value if it still is ``bad``; None where it is not. Raises RefusedError as ``read_again``."""
+    """Remove the value if it is still ``bad``; return None if it is not. Raises RefusedError like ``read_again``."""
     digest = hashlib.sha1(bad.data, usedforsecurity=False).hexdigest().encode()
     numbers = (b"%d" % bad.length, b"%d" % len(bad.data))
     (reply,) = connection.ask([command(b"EVAL", _REMOVE_IF_SAME, b"1", name, *numbers, digest)])
     if isinstance(reply, ErrorReply) and reply.code in _WITHOUT_SCRIPTS:
-        # Two reads over two connections found the same; only the server's comparison is missing.
+        # Two reads over two connections returned the same bytes; only the server-side comparison is missing.
         (reply,) = connection.ask([command(b"UNLINK", name)])
     return Verdict.REMOVED if _integer(reply, b"UNLINK") else None
 
 
 def refused_commands(connection: Connection, name: bytes, *, writes: bool) -> list[RefusedError]:
-    """Which commands that serving uses the server refuses; tried with ``name``, a page that nobody has."""
+    """Return which of the commands needed for serving the server refuses. ``name`` must be the name of no page."""
     wanted = [[b"EXISTS", name], [b"GET", name]]
     if writes:
-        # Removed and listed by clear().
+        # UNLINK and SCAN are needed by clear().
         wanted = [[b"SET", name, b"hicache_ext", b"NX", b"EX", b"60"], [b"STRLEN", name], *wanted, [b"UNLINK", name]]
         wanted.append([b"SCAN", b"0", b"MATCH", name, b"COUNT", b"1"])
     refused = []
@@ -354,8 +354,8 @@ def _is_redirect(call: PageCall, reply: Answer) -> bool:
 
 
 Talk = Callable[..., str | None]
-"""The commands for some pages on one connection: (connection, pages). One of writes also takes ``pause``, and says why
-the server takes none."""
+"""A function of (connection, pages) that exchanges commands for pages on one connection. One that writes also takes
+``pause``, and returns why the server takes no writes."""
 
 
 # -- by the native core (native/talk.c) --------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ TALK_PAGES = native.Struct(
 
 @functools.lru_cache(64)
 def _page_words(page_names: bytes, payload: int, ttl: int | None) -> tuple[npt.NDArray[np.int64], list[bytes]]:
-    """``struct page_words``: what is sent and answered around pages of this size; and the texts that it points to."""
+    """Return ``struct page_words``, the protocol texts around pages of this size, and the texts that it points to."""
     nothing = page_name(page_names, bytes(envelope.KEY_LENGTH))
     size, name = HEADER_LENGTH + payload, b"$%d\r\n%b" % (len(nothing), page_names)
     options = [b"NX"] if ttl is None else [b"NX", b"EX", b"%d" % ttl]
@@ -394,10 +394,9 @@ def _page_words(page_names: bytes, payload: int, ttl: int | None) -> tuple[npt.N
 
 
 class NativeCall:
-    """GET, or SET (``write``), of pages of one size by the native core: it talks while the server answers as a healthy
-    one does.
+    """GETs or SETs (``write``) pages of equal size with the native core, as long as the server's replies are normal.
 
-    Threads: several, each with a connection and pages of its own.
+    Threads: several, each with its own connection and pages.
     """
 
     def __init__(self, core: native.Core, memory: Addresses, batch: PageBatch, words: Any, *, write: bool) -> None:
@@ -406,7 +405,7 @@ class NativeCall:
         self._memory = memory
         self._words, self._texts = words
         self._results = np.zeros(len(batch), np.int64)
-        self._of_pages = (
+        self._page_arguments = (
             memory.pages,
             memory.segment_sizes,
             memory.page_bytes,
@@ -417,8 +416,8 @@ class NativeCall:
 
     @classmethod
     def of(cls, batch: PageBatch, page_names: bytes, ttl: int | None, *, write: bool) -> Self | None:
-        """None where there is no core, or it cannot move these pages: they are of several sizes or too many pieces, or
-        their memory cannot be addressed. ``page_names``: what their names begin with."""
+        """Return a call for the batch, or None if there is no core or it cannot move the pages: their sizes differ,
+        they have too many segments, or their memory is not addressable. ``page_names`` is the prefix of their names."""
         core = native.core()
         if core is None or not len(batch) or batch.sizes.count(batch.sizes[0]) != len(batch.sizes):
             return None
@@ -428,15 +427,15 @@ class NativeCall:
         return cls(core, memory, batch, _page_words(page_names, memory.page_bytes, ttl), write=write)
 
     def talk(self, connection: Connection, positions: npt.NDArray[np.int64]) -> None:
-        """GET these pages; or STRLEN, and SET NX of what is not there, where the server answers a question. Raises
-        TimeoutError, OSError, and ProtocolError for an answer that none of theirs has: the connection must be closed
-        then. ``results`` are right all the same."""
+        """GET these pages; or STRLEN, then SET NX the missing ones, if the server answers a question. Raises
+        TimeoutError, OSError, and ProtocolError for an unexpected reply: the connection must then be closed, but
+        ``results`` remain valid."""
         question, nonce = connection.question() if self._write else (b"", b"")
         if self._write and not question:
             return
         status = self._core(
             TALK_PAGES,
-            *self._of_pages,
+            *self._page_arguments,
             positions,
             connection.descriptor,
             int(connection.deadline * 1e9),
@@ -455,8 +454,7 @@ class NativeCall:
             raise ProtocolError("an answer that none of these pages has")
 
     def results(self) -> list[Any]:
-        """Read whole and right, or stored; not there to be read, or there already. None for a page of which nothing is
-        known."""
+        """Return HIT or MISS for reads, STORED or EXISTS for writes, and None for pages whose outcome is unknown."""
         done = SetResult.STORED if self._write else GetResult.HIT
         if (self._results == _DONE).all():
             return [done] * len(self._results)

@@ -1,7 +1,7 @@
-"""The Redis tier: pages as string values of a Redis or Valkey server, or of a cluster of them.
+"""The Redis tier: pages as string values on a Redis or Valkey server, or a cluster of them.
 
-A value is header || payload (docs/page-format.md) under ``<prefix>page:<identity>:<page hash>``. Pages of a call are
-spread over the nodes that hold them and over several connections per node; a node that is lost costs its own pages.
+A value is header || payload (docs/page-format.md) under ``<prefix>page:<identity>:<page hash>``. The pages of a call
+are spread over the nodes that hold them and over several connections per node; a lost node costs only its own pages.
 """
 
 from __future__ import annotations
@@ -78,33 +78,33 @@ logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
 _ATTEMPTS = 2
-"""Connections tried for one page: the first may have died while it was idle."""
+"""Maximum connections tried for one page: the first may have died while idle."""
 _SHARE = 256 * 1024
-"""Bytes below which another connection does not pay."""
+"""Minimum bytes per connection; below it another connection does not pay off."""
 _NATIVE_SHARE = 8 << 20
 _LARGE_SHARE, _LARGE_PAGE = 4 << 20, 512 * 1024
-"""The same for the native core, of which one thread does what a server can; measured in docs/decisions/redis.md."""
+"""The same for the native core, where one thread can saturate a server; measured in docs/decisions/redis.md."""
 _MOST_THREADS = 64
 _NEVER_ALLOWED = ("NOPERM", "unknown command")
-"""What commands are answered with that the server's administrator has taken away."""
+"""Reasons for the refusal of a command that the server's administrator has disabled."""
 _NO_REFUSALS = {"memory", "too_large", "suspect", "clearing", "moving"}
-"""Why pages are not written to a server that takes others, or is full."""
-_OF_SLOTS = ("CLUSTERDOWN", "CROSSSLOT")
-"""Refusals that are of the pages' slots, not of the node: the second one is that of a cluster's node that passes for a
+"""Rejections that do not count as refusals by the server: it accepts other pages, or is full."""
+_SLOT_ERRORS = ("CLUSTERDOWN", "CROSSSLOT")
+"""Refusals that concern the pages' slots, not the node. CROSSSLOT comes from a cluster node that is configured as a
 single server (cluster: false)."""
 _LEADING_AT_ONCE = 1024
 _IDENTITY_INTERVAL = 60.0
 """Seconds between two renewals of an identity document: a restart, an eviction or a clear() may remove it."""
 _CLEAR_WAIT = 1.0
-"""Seconds that clear() waits for its count: SGLang calls it on the scheduler's thread."""
+"""Maximum seconds that clear() waits for its count: SGLang calls it on the scheduler thread."""
 _CLEAR_AT_CLOSE = 30.0
-"""Seconds that close() gives the removal of cleared pages."""
+"""Maximum seconds that close() waits for the removal of cleared pages."""
 _LOOK_INTERVAL = 10.0
-"""Seconds between two reads of how full the servers are, while somebody asks."""
+"""Seconds between two reads of the servers' memory usage while gauges are requested."""
 
 
-class _GateOfOneProcess(CallGate):
-    """Refuses a forked child: the sockets are the parent's, and its threads do not exist in the child."""
+class _SingleProcessGate(CallGate):
+    """Refuses calls in a forked child: the sockets belong to the parent, whose threads do not exist in the child."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -120,18 +120,18 @@ class _GateOfOneProcess(CallGate):
 
 
 class RedisPageStore(PoolStore):
-    """PageStore over one server or a cluster. Threads: any; a forked child may not use it.
+    """PageStore over one server or a cluster. Threads: any; not usable in a forked child.
 
-    Every call ends by the tier's timeout. Memory of a batch is touched only by threads that the call waits for.
+    Every call ends within the tier's timeout. Only threads that the call waits for touch the memory of its batch.
     """
 
     type_name = "redis"
     shared = True
 
     def __init__(self, name: str, tier: RedisTierConfig) -> None:
-        """Raises StoreSetupError, see ``Topology``."""
+        """Connect to the servers. Raises StoreSetupError; see ``Topology``."""
         super().__init__(name)
-        self._calls = _GateOfOneProcess(name)
+        self._calls = _SingleProcessGate(name)
         self._tier = tier
         self._page_names = page_prefix(tier.prefix)
         self._documents: dict[bytes, bytes] = {}
@@ -143,7 +143,7 @@ class RedisPageStore(PoolStore):
         self._topology = Topology(name, tier, tls, self.metrics)
         nodes = max(3, len(self._topology.nodes)) if self._topology.is_cluster else 1
         try:
-            # One thread for every connection, so that a node that hangs cannot keep the others' pages waiting.
+            # One thread per connection, so that a hanging node cannot delay the pages of other nodes.
             self._threads = ThreadPool(f"hicache-{name}", min(_MOST_THREADS, tier.connections * nodes))
         except RuntimeError as error:
             self._topology.close()
@@ -157,31 +157,31 @@ class RedisPageStore(PoolStore):
         self._last_look = LastLook(name, self._look, _LOOK_INTERVAL)
 
     def _check_permissions(self) -> None:
-        """Raises StoreSetupError where a server does not let its user do what serving does. Other refusals pass: a node
-        that answers no reads is down until it does, and one that takes no writes is read."""
+        """Raise StoreSetupError if a server forbids its user a command that serving needs. Other refusals are
+        tolerated: a node that refuses reads is down until it answers them; one that refuses writes is still read."""
         for node in self._topology.nodes:
-            # Of any slot: a node says what its user may not do before it says whose the slot is.
+            # The slot does not matter: a node checks permissions before it redirects.
             name = self._page_name(os.urandom(KEY_LENGTH))
             try:
                 with node.aside(short_call(self._tier)) as connection:
                     refused = refused_commands(connection, name, writes=not self._tier.only_read)
             except (OSError, StoreError, ConfigError):
                 continue
-            missing = [one for one in refused if one.code in _NEVER_ALLOWED]
-            words = " and ".join(str(one) for one in missing)
-            if any(one.code == "NOPERM" or one.word not in REMOVES for one in missing):
-                rules = " ".join(f"+{one.word.decode().lower()}" for one in missing if one.code == "NOPERM")
+            missing = [error for error in refused if error.code in _NEVER_ALLOWED]
+            words = " and ".join(str(error) for error in missing)
+            if any(error.code == "NOPERM" or error.word not in REMOVES for error in missing):
+                rules = " ".join(f"+{error.word.decode().lower()}" for error in missing if error.code == "NOPERM")
                 remedy = f"ACL SETUSER with {rules} ~{self._tier.prefix}*" if rules else "use a server that has it"
                 raise StoreSetupError(self.name, f"redis at {node.endpoint}: {words}", [remedy])
             if missing:
                 text = "tier %s: redis at %s: %s: pages that are cleared or damaged may not be removed there"
                 logger.warning(text, self.name, node.endpoint, words)
-            passing = [one for one in refused if one.word not in WRITES]
-            if passing:
-                node.mark_down(passing[0], self._unused_name(name))
+            refused_reads = [error for error in refused if error.word not in WRITES]
+            if refused_reads:
+                node.mark_down(refused_reads[0], self._unused_name(name))
 
     def _unused_name(self, like: bytes) -> bytes:
-        """One that no page has: in a cluster in the slot of the page ``like``, by a hash tag."""
+        """Return a name that no page has; in a cluster a hash tag puts it in the slot of the page ``like``."""
         return self._page_name(os.urandom(KEY_LENGTH)) + (b"{%b}" % like if self._topology.is_cluster else b"")
 
     def details(self) -> dict[str, Any]:
@@ -203,9 +203,9 @@ class RedisPageStore(PoolStore):
         return {**(self._last_look.known() if up else {}), "tier_up": float(up)}
 
     def _look(self) -> dict[str, float]:
-        """How full all nodes that are up are together, as they say; everything they hold counts, whoever wrote it.
+        """Return the memory usage that the nodes that are up report, summed; data of other writers counts, too.
 
-        Raises StoreError, OSError: also where the user may not use INFO.
+        Raises StoreError or OSError, also if the user may not use INFO.
         """
         used = capacity = 0.0
         for node in self._topology.nodes:
@@ -214,7 +214,7 @@ class RedisPageStore(PoolStore):
             with node.aside() as connection:
                 facts = connection.info(b"memory")
             used += int(facts["used_memory"])
-            # 0 is no limit: then the whole has none.
+            # 0 means no limit; then the sum has none.
             capacity += int(facts.get("maxmemory", 0)) or math.inf
         if capacity == math.inf:
             return {"used_bytes": used, "capacity_bytes": math.nan, "free_bytes": math.nan}
@@ -257,13 +257,13 @@ class RedisPageStore(PoolStore):
         return results
 
     def _note_suspects(self, calls: Iterable[PageCall]) -> None:
-        """The pages whose copies are not what they should be; looked at again on another thread."""
+        """Report pages with wrong copies; another thread reads them again."""
         for call in calls:
             if call.seen:
                 self._bad_pages.suspect(call.key, call.size, call.reason)
 
     def _aside(self, key: bytes, talk: Callable[[Connection, bytes], _Found | None]) -> _Found | None:
-        """What ``talk`` finds under the name of a page, over a connection of its own. Raises NotReadError."""
+        """Return what ``talk`` finds under the name of a page, using a separate connection. Raises NotReadError."""
         name = self._page_name(key)
         node = self._topology.node_of(name)
         if self._clearing.hides(key):
@@ -277,7 +277,7 @@ class RedisPageStore(PoolStore):
             raise NotReadError(error_words(error)) from None
 
     def read_again(self, key: bytes, most: int) -> Stored | None:
-        """For ``BadPages``, as ``remove_bad``."""
+        """Read the stored copy of a page for ``BadPages``, which also calls ``remove_bad``."""
         return self._aside(key, partial(read_again, most=most))
 
     def remove_bad(self, key: bytes, bad: Stored) -> Verdict | None:
@@ -296,7 +296,7 @@ class RedisPageStore(PoolStore):
         return results
 
     def _write_each(self, batch: PageBatch, deadline: float) -> list[SetResult]:
-        """Page by page, whatever is wrong."""
+        """Write pages one by one, handling every kind of failure."""
         calls = self._page_calls(batch)
         for call in calls:
             if call.size > LARGEST_VALUE:
@@ -308,7 +308,7 @@ class RedisPageStore(PoolStore):
         wrong = sum(call.seen for call in calls)
         if wrong:
             self.metrics.add("corrupt", "length", wrong)
-        self._write_pages(self._settled([call for call in calls if call.reason == "suspect"], deadline), deadline)
+        self._write_pages(self._settle([call for call in calls if call.reason == "suspect"], deadline), deadline)
         self._bad_pages.clear(call.key for call in calls if call.result is SetResult.STORED)
         rejected = _reasons(calls, SetResult.REJECTED)
         self.metrics.add_many("rejected", rejected)
@@ -328,19 +328,19 @@ class RedisPageStore(PoolStore):
             writing.stored.update(call.key for call in calls if call.result in (SetResult.STORED, SetResult.EXISTS))
 
     def _remove_before(self, calls: Sequence[PageCall], deadline: float) -> None:
-        """The stored copies of these pages were cleared: a write would find them and answer EXISTS."""
+        """Remove the stored copies of these cleared pages: a write would find them and return EXISTS."""
         removals = [PageCall(call.key, call.name) for call in calls]
         self._run(removals, partial(ask_integers, word=b"UNLINK"), deadline, None)
         for call, removal in zip(calls, removals, strict=True):
             if removal.reason:
                 call.finish(SetResult.REJECTED, "clearing")
 
-    def _settled(self, suspects: Sequence[PageCall], deadline: float) -> list[PageCall]:
-        """Of pages that are not written because of a copy that is there: those that can be written now."""
+    def _settle(self, suspects: Sequence[PageCall], deadline: float) -> list[PageCall]:
+        """Settle pages that an existing copy keeps from being written; return those that can be written now."""
         verdicts = self._bad_pages.settle([call.key for call in suspects], deadline)
         again = []
         for call in suspects:
-            # Settled in the meantime where there is no verdict.
+            # No verdict: the page was settled in the meantime.
             verdict = verdicts.get(call.key, Verdict.GONE)
             if verdict.free or (verdict is Verdict.GOOD and not call.seen):
                 call.result, call.reason, call.seen = None, "", False
@@ -348,7 +348,7 @@ class RedisPageStore(PoolStore):
         return again
 
     def _save_identities(self, digests: Iterable[bytes], deadline: float) -> None:
-        """Store the identity documents that have not been stored lately; one that cannot be is tried again later."""
+        """Store the identity documents that were not stored recently; failed ones are retried later."""
         now = time.monotonic()
         for digest in digests:
             document = self._documents.get(digest)
@@ -356,7 +356,7 @@ class RedisPageStore(PoolStore):
                 continue
             self._documents_saved[digest] = now
             ttl = self._tier.ttl
-            # Lives longer than the last page that was written while it was fresh.
+            # Outlives the last page that was written before the document's next renewal.
             options = [] if ttl is None else [b"EX", b"%d" % (ttl + 2 * int(_IDENTITY_INTERVAL))]
             name = identity_name(self._tier.prefix, digest)
             node = self._topology.node_of(name)
@@ -378,22 +378,22 @@ class RedisPageStore(PoolStore):
         return leading_in_portions(keys, lambda some: self._present(some, deadline), _LEADING_AT_ONCE)
 
     def _present(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """EXISTS, and not STRLEN or TYPE: it alone leaves the order of eviction as it is."""
-        # Before the server is asked: what is removed meanwhile would have been there and be no suspect any more.
+        """Return which pages are present. Uses EXISTS because, unlike STRLEN or TYPE, it does not renew recency."""
+        # Must precede the request: a page removed meanwhile would be reported present and no longer be a suspect.
         hidden: list[int] = []
         if self._bad_pages.hides_some or self._clearing.hides_some:
             hidden = [page for page, key in enumerate(keys) if self._bad_pages.hides(key) or self._clearing.hides(key)]
         failed: Counter[str] = Counter()
         if self._topology.is_cluster:
-            calls = self._asked(keys, deadline, b"EXISTS", looks=True)
+            calls = self._ask_each(keys, deadline, b"EXISTS", looks=True)
             present, failed = [call.result == 1 for call in calls], _reasons(calls)
         else:
-            # There is one server: one call stands for all pages.
+            # There is only one server: a single call represents all pages.
             names = page_names_of(self._page_names, keys)
-            one = PageCall(b"", names[0])
-            self._run([one], partial(ask_presence, names=names), deadline, None, looks=True)
-            failed = Counter({one.reason: len(keys)} if one.reason else {})
-            present = [False] * len(keys) if failed else [*map(bool, one.result)]
+            call = PageCall(b"", names[0])
+            self._run([call], partial(ask_presence, names=names), deadline, None, looks=True)
+            failed = Counter({call.reason: len(keys)} if call.reason else {})
+            present = [False] * len(keys) if failed else [*map(bool, call.result)]
         for page in hidden:
             present[page] = False
         if failed:
@@ -402,18 +402,18 @@ class RedisPageStore(PoolStore):
 
     def _remove(self, keys: Sequence[bytes]) -> int:
         self._bad_pages.clear(keys)
-        removals = self._asked(keys, self._deadline(), b"UNLINK")
+        removals = self._ask_each(keys, self._deadline(), b"UNLINK")
         self.count_errors(_reasons(removals))
         return sum(call.result for call in removals)
 
-    def _asked(self, keys: Sequence[bytes], deadline: float, word: bytes, *, looks: bool = False) -> list[PageCall]:
-        """A command whose answer is an integer, for each page."""
-        calls = [PageCall(*one) for one in zip(keys, page_names_of(self._page_names, keys), strict=True)]
+    def _ask_each(self, keys: Sequence[bytes], deadline: float, word: bytes, *, looks: bool = False) -> list[PageCall]:
+        """Send a command with an integer reply for each page."""
+        calls = [PageCall(*page) for page in zip(keys, page_names_of(self._page_names, keys), strict=True)]
         self._run(calls, partial(ask_integers, word=word), deadline, None, hidden=0, looks=looks)
         return calls
 
     def _clear(self, digests: Sequence[bytes] | None) -> int:
-        """See ``Clearing``. The answer counts the identities whose pages were found within a second."""
+        """Clear pages through ``Clearing``; return the number of identities with pages found within a second."""
         found = self._clearing.clear(digests, self._sweep, _CLEAR_WAIT)
         if digests is None:
             self._documents_saved.clear()
@@ -423,11 +423,11 @@ class RedisPageStore(PoolStore):
         sweep_nodes(cleared, self._topology, self._tier, self.metrics)
 
     def _part_of(self, key: bytes) -> Endpoint | None:
-        """The server that has a page."""
+        """Return the server that holds a page."""
         node = self._topology.node_of(self._page_name(key))
         return None if node is None else node.endpoint
 
-    # -- pages on their way: over nodes and connections --------------------------------------------------------------
+    # -- distribution over nodes and connections -------------------------------------------------------------------
 
     def _run(
         self,
@@ -439,10 +439,10 @@ class RedisPageStore(PoolStore):
         *,
         looks: bool = False,
     ) -> None:
-        """Give every call a result: by ``talk`` with the nodes, and where that fails TIMEOUT or ERROR of ``results``.
+        """Give every call a result: from ``talk`` with the nodes or, if that fails, TIMEOUT or ERROR of ``results``.
 
-        Without ``results`` the answer is 0. ``hidden`` is the result of pages that were cleared; without it they are
-        asked for like any other. ``looks``: nothing is changed.
+        Without ``results`` a failure is 0. ``hidden`` is the result of cleared pages; without it they are treated like
+        any other. ``looks`` marks a read or a lookup.
         """
         failed: Any = 0 if results is None else results.ERROR
         waiting: dict[Node, list[PageCall]] = {}
@@ -454,16 +454,16 @@ class RedisPageStore(PoolStore):
                 call.finish(hidden)
             else:
                 waiting.setdefault(node, []).append(call)
-        shares = _in_turns((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
+        shares = _interleave_shares((node, pages, self._shares(pages, results)) for node, pages in waiting.items())
         self._threads.run(len(shares), lambda n: self._talk(*shares[n], talk, deadline, results, looks=looks))
         if not (elsewhere := [call for call in calls if call.result is ELSEWHERE]):
             return
-        # Their slot is on its way to another node, or there: absent, and not written until the map names it.
+        # Their slot has moved or is migrating: they count as absent, and are not written until the map names its node.
         kinds = _reasons(elsewhere)
         self.metrics.add_many("redirect", kinds)
         if kinds["moved"]:
-            asked = next(call.name for call in elsewhere if call.reason == "moved")
-            self._topology.refresh_soon(self._topology.node_of(asked))
+            moved = next(call.name for call in elsewhere if call.reason == "moved")
+            self._topology.refresh_soon(self._topology.node_of(moved))
         absent = {GetResult.ERROR: GetResult.MISS, SetResult.ERROR: SetResult.REJECTED}.get(failed, failed)
         for call in elsewhere:
             if self._topology.is_cluster:
@@ -477,11 +477,10 @@ class RedisPageStore(PoolStore):
         deadline: float,
         results: type[GetResult] | type[SetResult],
     ) -> list[Any]:
-        """Results of the pages that need nothing but a healthy server, moved by the native core. None while pages are
-        hidden, or writes wait for verdicts.
+        """Move pages with the native core and return the results that a healthy server gives: HIT or MISS, STORED or
+        EXISTS. All are None while pages are hidden or writes wait for verdicts.
 
-        Only good news is told: read or stored, and that a page is not there (read) or there already (written). None
-        for any other page: ``_run`` finds out what is wrong, and says what it makes of it.
+        None also stands for a page with any other outcome: ``_run`` finds out what is wrong and reports it.
         """
         write, nothing = results is SetResult, [None] * len(batch)
         if self._clearing.hides_some or (write and self._bad_pages.hides_some):
@@ -489,16 +488,16 @@ class RedisPageStore(PoolStore):
         pages = None if self._tier.tls else NativeCall.of(batch, self._page_names, self._tier.ttl, write=write)
         if pages is None:
             return nothing
-        of_nodes: list[tuple[Node, npt.NDArray[np.int64], int]] = []
+        by_node: list[tuple[Node, npt.NDArray[np.int64], int]] = []
         for node, positions in self._positions_by_node(batch.keys):
             if node is None or not node.up or (write and node.writes.in_doubt):
                 continue
             size = batch.sizes[0]
-            # A page to write is hashed before its first byte can be sent: meanwhile other connections send large ones.
+            # A page must be hashed before its first byte is sent; with large pages other connections send meanwhile.
             share = _LARGE_SHARE if write and size >= _LARGE_PAGE else _NATIVE_SHARE
             count = max(1, min(node.pages.free, len(positions) * size // share, len(positions)))
-            of_nodes.append((node, positions, count))
-        shares = _in_turns(of_nodes)
+            by_node.append((node, positions, count))
+        shares = _interleave_shares(by_node)
 
         def move(number: int) -> None:
             node, positions = shares[number]
@@ -509,7 +508,7 @@ class RedisPageStore(PoolStore):
             except LaneBusyError:
                 return
             except (OSError, ProtocolError) as error:
-                # Whatever else it is ``_run`` meets again, unless it has passed. It has no time.
+                # ``_run`` meets any other error again, unless it was transient. After a timeout it has no time left.
                 if isinstance(error, TimeoutError):
                     (node.missed_write if write else node.mark_down)(error)
 
@@ -519,11 +518,11 @@ class RedisPageStore(PoolStore):
     def _positions_by_node(self, keys: Sequence[bytes]) -> list[tuple[Node | None, npt.NDArray[np.int64]]]:
         if not self._topology.is_cluster:
             return [(self._topology.node_of(b""), np.arange(len(keys), dtype=np.int64))]
-        of_nodes = grouped(map(self._topology.node_of, page_names_of(self._page_names, keys)))
-        return [(node, np.array(found, np.int64)) for node, found in of_nodes.items()]
+        by_node = grouped(map(self._topology.node_of, page_names_of(self._page_names, keys)))
+        return [(node, np.array(found, np.int64)) for node, found in by_node.items()]
 
     def _shares(self, calls: list[PageCall], results: type | None) -> int:
-        """How many connections share the pages of a node; one does for short requests."""
+        """Return how many connections share the pages of a node; one is enough for short requests."""
         size = 0 if results is None else sum([call.size for call in calls])
         return max(1, min(self._tier.connections, size // _SHARE, len(calls)))
 
@@ -537,7 +536,7 @@ class RedisPageStore(PoolStore):
         *,
         looks: bool,
     ) -> None:
-        """``looks``: a read or a look-up. Only what one of them meets takes the node from readers."""
+        """Give every call a result from one node. ``looks`` marks a read or a lookup; only these mark the node down."""
         timed_out, failed = (0, 0) if results is None else (results.TIMEOUT, results.ERROR)
         reason, writes = "connection", results is SetResult
         lane = node.requests if results is None else node.pages
@@ -546,13 +545,13 @@ class RedisPageStore(PoolStore):
             if not waiting:
                 return
             if time.monotonic() >= deadline:
-                # Used up by others: nothing is known of this node.
+                # Other nodes used up the time: nothing is known about this one.
                 _finish(calls, timed_out, "timeout")
                 return
             try:
-                now = partial(talk, pause=node.writes.reason) if writes else talk
+                exchange = partial(talk, pause=node.writes.reason) if writes else talk
                 with node.connection(lane, deadline, fresh=attempt > 0) as connection:
-                    refusal = now(connection, waiting) or ""
+                    refusal = exchange(connection, waiting) or ""
                 if refusal:
                     node.refused_write(refusal)
                     self._topology.refresh_soon()
@@ -575,9 +574,9 @@ class RedisPageStore(PoolStore):
             except RefusedError as error:
                 reason = error.code
                 self._topology.refresh_soon()
-                if writes and reason not in _OF_SLOTS:
+                if writes and reason not in _SLOT_ERRORS:
                     node.refused_write(reason)
-                elif looks and reason not in _OF_SLOTS:
+                elif looks and reason not in _SLOT_ERRORS:
                     name = next(call.name for call in waiting if call.result is not ELSEWHERE)
                     node.mark_down(error, self._unused_name(name))
                 break
@@ -591,7 +590,7 @@ class RedisPageStore(PoolStore):
             self.metrics.add("connection", "lost")
         _finish(calls, failed, reason)
 
-    # -- the rest --------------------------------------------------------------------------------------------------
+    # -- hints, diagnosis, close -----------------------------------------------------------------------------------
 
     def post_hint(self, hint: bytes) -> None:
         with self._calls:
@@ -631,14 +630,14 @@ class RedisPageStore(PoolStore):
 
 
 def _reasons(calls: Sequence[PageCall], result: GetResult | SetResult | None = None) -> Counter[str]:
-    """Why calls ended so; without a ``result``, why calls that are answered with an integer have none."""
+    """Count the reasons of calls with this ``result``; without ``result``, of calls that have a reason."""
     return Counter([call.reason for call in calls if (call.result is result if result else call.reason)])
 
 
-def _in_turns(of_nodes: Iterable[tuple[Node, Any, int]]) -> list[tuple[Node, Any]]:
-    """The pages of each node in so many shares, one for each connection, the nodes taking turns. Dealt round-robin: the
-    pages that came before a call is cut are then nearly a leading run."""
-    shares = [(turn, node, pages[turn::count]) for node, pages, count in of_nodes for turn in range(count)]
+def _interleave_shares(by_node: Iterable[tuple[Node, Any, int]]) -> list[tuple[Node, Any]]:
+    """Split each node's pages into ``count`` shares, one per connection, and let the nodes take turns. Pages are dealt
+    round-robin, so that those that arrive before a call is cut off nearly form a leading run."""
+    shares = [(turn, node, pages[turn::count]) for node, pages, count in by_node for turn in range(count)]
     return [(node, pages) for _, node, pages in sorted(shares, key=lambda share: share[0])]
 
 

@@ -18,7 +18,7 @@ class RedisTier(TierType):
     config = RedisTierConfig
 
     def open(self, name: str, tier: RedisTierConfig) -> PageStore:
-        """With ``required: false`` a server that cannot be reached yet is attached when it can."""
+        """Open the tier. With ``required: false`` an unreachable server is attached once it can be reached."""
         from hicache_ext.storage.tiers.redis.store import RedisPageStore
 
         return RedisPageStore(name, tier)

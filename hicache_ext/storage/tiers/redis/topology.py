@@ -1,9 +1,9 @@
-"""Which node holds which key, and the loop that keeps this true.
+"""The map from keys to nodes, and the loop that keeps it up to date.
 
-A cluster's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
-cluster-spec). The map comes from CLUSTER SLOTS, asked of one node at a time. Sentinels are asked who the primary is.
-Whoever is asked is a ``Node``, which is reached on a thread of its own: one that is gone, or whose name server hangs,
-holds up nobody. Replicas are not read: they may lack what was just written.
+A key's slot is CRC16-XMODEM of the key modulo 16384 (redis.io/docs/latest/operate/oss_and_stack/reference/
+cluster-spec). The map comes from CLUSTER SLOTS, sent to one node at a time. Sentinels are asked for the primary.
+Nodes and Sentinels are ``Node`` objects, each of which connects on its own thread: one that is dead, or whose name
+resolution hangs, delays no one. Replicas are not read: they may lack what was just written.
 """
 
 from __future__ import annotations
@@ -55,51 +55,51 @@ logger = logging.getLogger(__name__)
 SLOTS = 16384
 
 MOST_NODES = 2000
-"""That a map may name: Redis advises 1,000 at most, Valkey 2,000."""
+"""Maximum nodes in a map: Redis recommends at most 1,000, Valkey 2,000."""
 
 _REFRESH_INTERVAL = 30.0
 """Seconds between two reads of the map when nothing seems wrong."""
 _SENTINEL_INTERVAL = 5.0
-"""The same where Sentinels are asked: an old primary may go on answering for a while."""
+"""The same with Sentinels: an old primary may go on answering for a while."""
 _REFRESH_PAUSE = 0.5
-"""Fewest seconds between two reads, however many pages have moved."""
+"""Minimum seconds between two reads, however many pages have moved."""
 _NAMES_INTERVAL = 30.0
-"""Seconds between two look-ups of the nodes' names."""
-_SAID_AGAIN = 60.0
-"""Seconds between two lines of the log about the same trouble."""
+"""Seconds between two resolutions of the nodes' names."""
+_LOG_INTERVAL = 60.0
+"""Seconds between two log messages about the same problem."""
 _LONGEST_FAREWELL = 5.0
 
 _Map = list[Endpoint | None]
-"""The primary of each slot, where it has one with a name."""
+"""The primary of each slot; None if it has no primary with a usable name."""
 
 
 class Topology:
-    """Threads: any; ``node_of`` costs a dictionary look-up or a checksum of the key."""
+    """The nodes of a tier. Threads: any; ``node_of`` costs a list access and, in a cluster, a checksum of the key."""
 
     def __init__(self, name: str, tier: RedisTierConfig, tls: TlsContexts | None, metrics: TierMetrics) -> None:
-        """Reach a server and learn the map, in at most the tier's timeout.
+        """Reach a server and learn the map, within the tier's timeout.
 
-        Raises StoreSetupError when no server can be reached and the tier is ``required``, and always when what was
-        reached is not what the configuration says. Not required, the keeper goes on trying.
+        Raises StoreSetupError if no server can be reached and the tier is ``required``, and always if the server
+        contradicts the configuration. If the tier is not required, the keeper goes on trying.
         """
         self._name = name
         self._tier = tier
         self._tls = tls
         self._metrics = metrics
         self._nodes: dict[Endpoint, Node] = {}
-        """Those of the map, and those that are asked for one. Changed by the keeper alone."""
+        """The nodes in the map and those that are asked for a map. Only the keeper changes this."""
         self._sentinels: list[Node] = []
         self._slots: list[Node | None] = [None]
-        """The node of each slot; of a server that is no cluster, of all keys."""
+        """The node of each slot; a single entry for all keys if the server is not a cluster."""
         self._last_look = -_REFRESH_INTERVAL
         self._refresh_wanted = False
         self._told_by: Node | None = None
-        """Whoever said last that the map is wrong."""
+        """The node that last reported a stale map."""
         self._problem: BaseException | None = None
-        """Why the last look was in vain."""
+        """Why the last attempt to learn the map failed."""
         self._looked = threading.Event()
         self._interval = _REFRESH_INTERVAL if tier.service is None else _SENTINEL_INTERVAL
-        self._log = LimitedLog(logger, _SAID_AGAIN)
+        self._log = LimitedLog(logger, _LOG_INTERVAL)
         self._names = BackgroundLoop(f"hicache-{name}-names", self._follow_names)
         self._keeper = BackgroundLoop(f"hicache-{name}-keeper", self._keep)
         if not self._keeper.wake():
@@ -115,7 +115,7 @@ class Topology:
         if problem is not None:
             logger.warning("tier %s: not reachable yet: %s", name, error_words(problem))
 
-    # -- asked by calls --------------------------------------------------------------------------------------------
+    # -- used by page calls ----------------------------------------------------------------------------------------
 
     @property
     def is_cluster(self) -> bool:
@@ -127,22 +127,22 @@ class Topology:
         return list({id(node): node for node in self._slots if node is not None}.values())
 
     def node_of(self, redis_key: bytes) -> Node | None:
-        """The node that holds a key; None when the cluster has none for it. Keys of ours have no hash tag."""
+        """Return the node that holds a key; None if its slot has no node. Our keys have no hash tag."""
         slots = self._slots
         return slots[slot_of(redis_key) if len(slots) > 1 else 0]
 
     def slots_without_node(self) -> int:
-        """Slots whose pages are misses."""
+        """Return the number of slots without a node: their pages are misses."""
         return self._slots.count(None)
 
     def refresh_soon(self, told_by: Node | None = None) -> None:
-        """Have the map read again: first by the node, if one is named, that knows better than the map of now."""
+        """Have the keeper read the map again, first from ``told_by``, the node that reported a stale map."""
         self._told_by = told_by
         self._refresh_wanted = True
         self._keeper.wake()
 
     def close(self) -> None:
-        """What is under way is waited for, unless a name server keeps it for very long."""
+        """Stop the threads. Waits for work in progress, but at most a few seconds: name resolution may hang."""
         deadline = time.monotonic() + _LONGEST_FAREWELL
         self._names.stop(0)
         self._keeper.stop(_LONGEST_FAREWELL)
@@ -154,7 +154,7 @@ class Topology:
         self._names.stop(max(0.0, deadline - time.monotonic()))
 
     def _node(self, endpoint: Endpoint) -> Node:
-        """The node at ``endpoint``, made if it is new; a new one is down until it was reached."""
+        """Return the node at ``endpoint``, created if new; a new node is down until it is reached."""
         node = self._nodes.get(endpoint)
         if node is None:
             node = self._nodes[endpoint] = Node(self._tier, endpoint, self._tls, self._metrics, self.refresh_soon)
@@ -178,7 +178,7 @@ class Topology:
             words = "tier %s: learning the topology ended in an error that nobody expected"
             self._log.log(logging.ERROR, "learning", words, self._name, exc_info=error)
         if self._tier.required and isinstance(problem, TimeoutError) and not self._looked.is_set():
-            # One that is only slow gets the tier's whole timeout: a start depends on it.
+            # A slow server gets the tier's whole timeout, since startup depends on it.
             self._refresh_wanted = True
         else:
             self._problem = problem
@@ -191,23 +191,23 @@ class Topology:
                 node.follow_name()
 
     def _pause(self) -> float:
-        """Seconds between two looks, as things are."""
+        """Return the seconds until the next read of the map, given the current state."""
         wanted = self._refresh_wanted or not self.nodes or any(not node.up for node in self.nodes)
         return _REFRESH_PAUSE if wanted else self._interval
 
     def _learn(self) -> BaseException | None:
-        """Ask the nodes until one knows every slot, or all Sentinels, and believe what most of these say; why nothing
+        """Ask nodes until one knows every slot, or ask all Sentinels and take the majority's answer. Return why nothing
         could be learnt, or None."""
         problem: BaseException | None = None
         best: _Map | None = None
         named: Counter[Endpoint | None] = Counter()
-        for node in self._asked():
-            answer = self._answer(node)
+        for node in self._informants():
+            answer = self._ask(node)
             if isinstance(answer, BaseException):
                 problem = problem or answer
             elif node in self._sentinels:
                 named.update(answer)
-            # A node that came back without its memory of the cluster knows nothing, and must not empty the map.
+            # A node that restarted without its cluster state knows no slots and must not empty the map.
             elif best is None or answer.count(None) < best.count(None):
                 best = answer
             if self._keeper.stopping or (best is not None and None not in best):
@@ -216,22 +216,22 @@ class Topology:
             best = [named.most_common(1)[0][0]]
         return (problem or ConnectionError("no server")) if best is None else self._use(best)
 
-    def _asked(self) -> Iterator[Node]:
-        """The Sentinels. Or the nodes that are known; where they do not do, those of the configuration, all reached
-        side by side."""
+    def _informants(self) -> Iterator[Node]:
+        """Yield the Sentinels, if configured. Otherwise yield the known nodes and, if they do not suffice, those in the
+        configuration, all of which connect in parallel."""
         if self._tier.service is None:
             yield from sorted(self._nodes.values(), key=lambda node: (not node.up, node is not self._told_by))
             yield from [self._node(endpoint) for endpoint in self._tier.endpoints]
             return
         if not self._sentinels:
-            # A Sentinel has no database, and is no node for the metrics.
+            # A Sentinel has no database, and the metrics must not count it as a node.
             login = {"username": self._tier.sentinel_username, "password": self._tier.sentinel_password, "database": 0}
             tier, metrics = self._tier.model_copy(update=login), TierMetrics(self._name)
             self._sentinels = [Node(tier, one, self._tls, metrics, self.refresh_soon) for one in tier.endpoints]
         yield from self._sentinels
 
-    def _answer(self, node: Node) -> _Map | BaseException:
-        """What a node says of the map, or why it does not."""
+    def _ask(self, node: Node) -> _Map | BaseException:
+        """Return the map according to a node, or why it gives none."""
         if (problem := node.problem()) is not None:
             return problem
         try:
@@ -240,18 +240,18 @@ class Topology:
             raise
         except (StoreError, OSError, ConfigError) as error:
             if isinstance(error, TimeoutError) and node in self._sentinels:
-                # One that is frozen costs each look a second otherwise: no page call finds it out.
+                # Otherwise a hanging Sentinel would cost every attempt a second: page calls never detect it.
                 node.mark_down(error)
             return error
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's words make of the code that reads them
+        except Exception as error:  # noqa: BLE001 - a malformed answer may raise anything in the code that parses it
             kind, who = type(error).__name__, node.endpoint
             words = "tier %s: %s answers what no Redis does (%s)"
             self._log.log(logging.WARNING, f"answer {who}", words, self._name, who, kind)
             return ConnectionError(f"an answer that no Redis gives ({kind})")
 
     def _map_of(self, node: Node) -> _Map:
-        """The map by a node; of one slot by a Sentinel, and where the server is no cluster. Raises StoreError, OSError,
-        ConfigError, and ValueError or TypeError for what none says."""
+        """Return the map from a node; it has one slot if it comes from a Sentinel or the server is not a cluster.
+        Raises StoreError, OSError, ConfigError, and ValueError or TypeError for a malformed answer."""
         service = self._tier.service
         if service is None and self._tier.cluster is False:
             return [node.endpoint]
@@ -266,7 +266,7 @@ class Topology:
             answer = connection.reader.answer(lists=True)
         if not isinstance(answer, ErrorReply):
             return _map_in(answer, node.endpoint)
-        # Others say that it is loading, or that the user may not ask: NOPERM, LOADING.
+        # Only ERR means "no cluster"; other codes mean that it is still loading (LOADING) or forbids this (NOPERM).
         if answer.code != "ERR":
             raise RefusedError(answer.code, b"CLUSTER SLOTS")
         if self._tier.cluster is True:
@@ -277,7 +277,7 @@ class Topology:
         return [node.endpoint]
 
     def _use(self, named: _Map) -> BaseException | None:
-        """Send pages where a map says; until the primary that Sentinels name can be reached, where they went before."""
+        """Route pages by the map ``named``; keep the old route until the primary named by Sentinels is reachable."""
         nodes = {endpoint: self._node(endpoint) for endpoint in set(named) if endpoint is not None}
         if len(named) == 1 and (problem := next(iter(nodes.values())).problem()) is not None:
             return problem
@@ -293,7 +293,7 @@ def slot_of(redis_key: bytes) -> int:
 
 
 def _map_in(answer: Any, asked: Endpoint) -> _Map:
-    """Of CLUSTER SLOTS. Raises ValueError or TypeError for what no cluster says."""
+    """Parse the reply to CLUSTER SLOTS. Raises ValueError or TypeError if it is malformed."""
     primaries: _Map = [None] * SLOTS
     named: set[Endpoint] = set()
     free = bytearray(b"\1") * SLOTS
@@ -302,7 +302,7 @@ def _map_in(answer: Any, asked: Endpoint) -> _Map:
             raise ValueError("slots that are none, or twice there")
         free[first : last + 1] = bytes(last + 1 - first)
         (host, port, *_), *_ = nodes
-        # The pages of slots whose primary has no name are misses until it has one.
+        # Pages in slots whose primary has no usable name are misses until it has one.
         if (primary := _named(host, port, asked)) is not None:
             primaries[first : last + 1] = [primary] * (last + 1 - first)
             named.add(primary)
@@ -312,9 +312,9 @@ def _map_in(answer: Any, asked: Endpoint) -> _Map:
 
 
 def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
-    """A node that a server names; None for one without a usable name, such as "?" of a node that announces no host."""
+    """Return the endpoint that a server names; None without a usable name, such as "?" if no host is announced."""
     try:
-        # A node that does not know its own address leaves it empty: it is the one that was asked.
+        # A node that does not know its own address leaves it empty: it is the node that answered.
         return Endpoint.named(host, port) if host else asked._replace(port=int(port))
     except (TypeError, ValueError):
         return None
@@ -322,7 +322,7 @@ def _named(host: object, port: Any, asked: Endpoint) -> Endpoint | None:
 
 # -- hints -------------------------------------------------------------------------------------------------------------
 #
-# Hints as a Redis stream of bounded length, ``<prefix>hints``; it goes by itself when nobody has written for long.
+# Hints are kept in a Redis stream of bounded length, ``<prefix>hints``, which expires some time after the last write.
 
 
 _FIELD = b"h"
@@ -339,7 +339,7 @@ def post_hint(tier: RedisTierConfig, topology: Topology, hint: bytes) -> None:
 
 def read_hints(tier: RedisTierConfig, topology: Topology, since: bytes | None) -> tuple[bytes, list[bytes]]:
     longest = abilities.LONGEST_HINT
-    # One by one where others have left longer ones than ours, and the answer is too long.
+    # Retry one by one if other writers have left hints longer than ours and the reply is too long.
     for most in (max(2, min(abilities.AT_ONCE, MOST_RECEIVED // (longest + LONGEST_LINE))), 1):
         try:
             with _board(tier, topology, "hints cannot be read") as (connection, name):
@@ -361,8 +361,8 @@ def read_hints(tier: RedisTierConfig, topology: Topology, since: bytes | None) -
 
 @contextlib.contextmanager
 def _board(tier: RedisTierConfig, topology: Topology, failure: str) -> Iterator[tuple[Connection, bytes]]:
-    """A connection to the node that has the stream, and the stream's name. Raises StoreError, ``failure`` with its
-    reason."""
+    """Yield a connection to the node that holds the stream, and the stream's name. Raises StoreError: ``failure`` and
+    the reason."""
     name = tier.prefix.encode() + b"hints"
     node = topology.node_of(name)
     if node is None or not node.up:
@@ -376,15 +376,15 @@ def _board(tier: RedisTierConfig, topology: Topology, failure: str) -> Iterator[
 
 # -- scanning ----------------------------------------------------------------------------------------------------------
 #
-# SCAN over the keys of a node: for clear(), which removes pages by UNLINK, and for the identity documents of a tier.
+# SCAN iterates over the keys of a node for clear(), which removes pages by UNLINK, and for a tier's identity documents.
 #
-# It takes about a second per million keys, whatever they are. Why the keys hold no generation:
-# docs/decisions/several-tiers.md.
+# It takes about a second per million keys of any kind. docs/decisions/several-tiers.md explains why the keys hold no
+# generation.
 
 
 _SCAN_COUNT = b"2000"
 _MOST_SCANS = 1_000_000
-"""Requests of one walk, for two billion keys: a server may never say that it has come to an end."""
+"""Maximum requests per scan, enough for two billion keys: a faulty server may never report the end."""
 _DIGEST_DIGITS = 32
 _DIGITS = b"?" * _DIGEST_DIGITS
 _GLOB_SPECIAL = re.compile(rb"[\\*?\[\]]")
@@ -393,7 +393,7 @@ _GLOB_SPECIAL = re.compile(rb"[\\*?\[\]]")
 def sweep_nodes(cleared: Cleared, topology: Topology, tier: RedisTierConfig, metrics: TierMetrics) -> None:
     """Remove cleared pages from every node; the pages of a node that left the cluster are gone with it.
 
-    Raises ClearLaterError while a node is down or not known yet.
+    Raises ClearLaterError while a node is down or not yet known.
     """
     nodes = topology.nodes
     left = [] if nodes and not topology.slots_without_node() else ["pages have no node yet"]
@@ -417,7 +417,7 @@ def sweep_nodes(cleared: Cleared, topology: Topology, tier: RedisTierConfig, met
 
 def _sweep_node(cleared: Cleared, connection: Connection, tier: RedisTierConfig, metrics: TierMetrics) -> None:
     pages = page_prefix(tier.prefix)
-    # One walk whatever the number of identities: each walk looks at every key of the server.
+    # A single scan for any number of identities, since each scan visits every key of the server.
     digests = cleared.digests or ()
     only = next(iter(digests)).hex().encode() if len(digests) == 1 else b""
     only = (only or _DIGITS) + b":" + 2 * _DIGITS
@@ -434,8 +434,8 @@ def _sweep_node(cleared: Cleared, connection: Connection, tier: RedisTierConfig,
 
 
 def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -> dict[bytes, dict[str, Any]]:
-    """Digest -> document, as servers have left them on all ``nodes``, for tools. Raises StoreError where a node cannot
-    be asked."""
+    """Return digest -> document for the identity documents stored on all ``nodes``, for tools. Raises StoreError if a
+    node cannot be asked."""
     prefix = identity_name(tier.prefix, b"")
     documents: dict[bytes, dict[str, Any]] = {}
     for node in nodes:
@@ -459,7 +459,7 @@ def stored_identities(name: str, tier: RedisTierConfig, nodes: Sequence[Node]) -
 
 
 def _document(connection: Connection, name: bytes) -> bytes:
-    """Empty where there is none, or something else: whoever may write may leave anything there."""
+    """Return the stored document; empty if there is none or the value is something else, which any writer may leave."""
     (length,) = connection.ask([command(b"STRLEN", name)])
     if isinstance(length, ErrorReply) and length.code == "WRONGTYPE":
         return b""
@@ -477,7 +477,7 @@ def _unlink(connection: Connection, names: Sequence[bytes]) -> int:
 
 
 def _without_errors(replies: Sequence[Answer], word: bytes) -> Sequence[Answer]:
-    """The replies to ``word``. Raises RefusedError for the first error among them."""
+    """Return the replies to ``word``. Raises RefusedError for the first error among them."""
     for reply in replies:
         if isinstance(reply, ErrorReply):
             raise RefusedError(reply.code, word)
@@ -485,8 +485,8 @@ def _without_errors(replies: Sequence[Answer], word: bytes) -> Sequence[Answer]:
 
 
 def scan(connection: Connection, prefix: bytes, more: bytes, seconds: float) -> Iterator[list[bytes]]:
-    """The names of one node that are ``prefix`` and ``more``, portion by portion, each within ``seconds``, with what
-    the caller asks of it. ``more`` is a pattern of names of one length: long ones of strangers would fill an answer."""
+    """Yield portions of a node's key names that match ``prefix`` + ``more``; each portion, with the caller's requests
+    for it, may take ``seconds``. The pattern ``more`` fixes the length: long foreign names would overflow a reply."""
     pattern = _GLOB_SPECIAL.sub(rb"\\\g<0>", prefix) + more
     cursor: Any = b"0"
     for _ in range(_MOST_SCANS):
