@@ -83,7 +83,7 @@ _SUMMARY = {
     Level.WARNING: "It works; see the warnings.",
     Level.ERROR: "Something is wrong; see the errors.",
 }
-"""From the best level to the worst."""
+"""Levels from best to worst."""
 _LONGEST_FINDING = 2000
 _MARKS = {Level.OK: "ok     ", Level.NOTE: "note   ", Level.WARNING: "WARNING", Level.ERROR: "ERROR  "}
 
@@ -136,7 +136,7 @@ _PLUGIN_GROUP = "sglang.srt.plugins"
 
 
 def installation_findings() -> Iterator[Finding]:
-    """What is installed. Imports neither torch nor SGLang."""
+    """Report what is installed, importing neither torch nor SGLang."""
     yield Finding("hicache_ext", Level.OK, hicache_ext.__version__)
     yield Finding("python", Level.OK, platform.python_version())
     yield release_finding()
@@ -173,7 +173,7 @@ def _plugin() -> Finding:
 
 
 def release_finding() -> Finding:
-    """Whether this release is served."""
+    """Check whether this release of SGLang is supported."""
     release = installed_version("sglang")
     if release is None:
         return Finding("sglang", Level.ERROR, "not installed here", how_to_install("sglang"))
@@ -266,7 +266,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
 
 
 def _events(config: HicacheExtConfig) -> Finding:
-    """What KV-aware routers learn of the tiers."""
+    """Check what KV-aware routers learn about the tiers."""
     if config.events is None:
         seen = "KV-aware routers learn nothing of the tiers, and SGLang's /get_hicache_l3_cache_layout answers disabled"
         return Finding("events", Level.OK, f"off: {seen} (docs/pd.md)")
@@ -279,7 +279,7 @@ def _events(config: HicacheExtConfig) -> Finding:
 
 
 def _tracing(config: HicacheExtConfig) -> Finding:
-    """Whether spans can be made, and go anywhere."""
+    """Check whether spans can be recorded and exported."""
     if config.tracing is None:
         return Finding("tracing", Level.OK, "off (docs/plan.md)")
     try:
@@ -301,7 +301,7 @@ def _tracing(config: HicacheExtConfig) -> Finding:
 
 
 def _record(config: HicacheExtConfig) -> Finding:
-    """Whether recordings can be written, and who may read what tells prompts by them."""
+    """Check whether recordings can be written, and who may read the salt that identifies prompts in them."""
     if config.record is None:
         return Finding("record", Level.OK, "off (docs/plan.md)")
     directory = Path(config.record.path)
