@@ -15,7 +15,7 @@ from hicache_ext.runtime.commands import print_json
 from hicache_ext.runtime.whole_file import json_in
 
 _FIGURES = ("notes", "failures", "results", "measurements")
-"""Keys of documents that are no facts of the machine and of the run."""
+"""Keys of documents that are not facts of the machine or the run."""
 _ALIKE = ("workload", "flush")
 """Facts without which figures of two files do not mean the same."""
 
@@ -108,7 +108,7 @@ class Row:
     unit: str
     more_is_better: bool
     quartiles: tuple[float, ...] = ()
-    """The lower and the upper one, where several measurements are behind it."""
+    """Lower and upper quartile, if there were several measurements."""
 
 
 def _ratio(name: str, first: Row, second: Row) -> dict[str, Any]:
@@ -197,4 +197,4 @@ READERS: Mapping[str, Callable[[Document], Iterator[Row]]] = {
     "multiturn": _conversations,
     "kernels": _calibrations,
 }
-"""By the key ``benchmark`` of the document."""
+"""Readers of rows, by the document's key ``benchmark``."""

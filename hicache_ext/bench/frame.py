@@ -1,4 +1,4 @@
-"""What every benchmark shares: contenders in turns, samples, quartiles, ratios to a baseline, tables and JSON.
+"""The frame of every benchmark: interleaved contenders, samples, quartiles, ratios to a baseline, tables, JSON.
 
 Contenders take turns, so that a machine that becomes slower meanwhile makes all of them slower: in each round each of
 them once, the order rotated by one from round to round, the first round thrown away.
@@ -34,12 +34,12 @@ from hicache_ext.runtime.shown import shown_words
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one contender did in one mode of one round. ``work`` counts bytes."""
+    """One contender's measurement in one mode of one round. ``work`` is in bytes."""
 
     work: int
     seconds: float
     cpu_seconds: float
-    """Of this process, user and system, all threads; without what the kernel does for it later (write-back)."""
+    """User and system time of all threads of this process, without later work of the kernel (write-back)."""
     calls: tuple[float, ...]
     """Seconds of each call."""
 
@@ -118,9 +118,9 @@ class Results:
     """Samples of contenders by point, or why there are none, and their ratios to baselines."""
 
     contenders: Collection[str]
-    """In the order of the tables."""
+    """Contenders in the order of the tables."""
     baselines: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """What ratios are to: name -> contenders, of which the fastest counts at each point."""
+    """Baselines: name -> contenders, of which the fastest counts at each point."""
     found: dict[Point, dict[str, list[Sample] | str]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -296,7 +296,7 @@ class Table:
 
 
 def number(value: float) -> str:
-    """Return three digits that mean something."""
+    """Format a number to three significant digits."""
     if value == 0:
         return "0"
     if abs(value) >= 100:

@@ -1,4 +1,4 @@
-"""``hicache-ext bench kernels``: every copy engine beside SGLang's own path, and the calibration that picks among them.
+"""``hicache-ext bench kernels``: every copy engine against SGLang's own path, and the calibration that picks one.
 
 Measured on SGLang's own pools, pages in random order, from the call until the last byte is there, submission included.
 """

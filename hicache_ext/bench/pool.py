@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the tiers of the configuration beside each other; see ``compare``."""
+    """Measure the tiers of the configuration against each other; see ``compare``."""
     # A path: an inline configuration would stand, secrets and all, in the command line that the document holds.
     tiers = load_config(arguments.config).tiers
     for name in arguments.tier or ():
@@ -133,7 +133,7 @@ class Pages:
         self.sources: npt.NDArray[np.uint8] = noise.integers(0, 256, (batch, payload), np.uint8)
         self.targets: npt.NDArray[np.uint8] = np.zeros((batch, payload), np.uint8)
         self.received: Sequence[Any] | None = None
-        """What a client that has buffers of its own has read."""
+        """Pages read by a client that has buffers of its own."""
 
     def stamp(self, number: int) -> None:
         """Make the pages to write those of batch ``number``."""
@@ -204,7 +204,7 @@ class Case:
     threads: int
     batch: int
     batches: int
-    """Of each thread."""
+    """Batches per thread."""
 
     @classmethod
     def of(cls, payload: int, threads: int, total: int, batches_at_least: int = 1) -> Case:

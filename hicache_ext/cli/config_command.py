@@ -65,7 +65,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _document(checked: ExtraConfig) -> dict[str, Any]:
-    """What the configuration means on this node, for ``--json``."""
+    """Return what the configuration means on this node, for ``--json``."""
     config = checked.hicache_ext
     views = {name: config.for_role(name) for name in config.roles} if config.role == "auto" else {}
     return {

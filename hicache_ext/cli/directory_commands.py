@@ -52,7 +52,7 @@ class Group:
     bytes: int = 0
     hits: int | None = None
     last_written: float | None = None
-    """When the newest page was written, in seconds since 1970."""
+    """The time of the newest page's write, in seconds since 1970."""
     last_used: float | None = None
 
     @property
@@ -173,7 +173,7 @@ def stat_command(arguments: argparse.Namespace) -> int:
 
 
 def _together(target: Target, looks: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
-    """How full the directories of one tier are, together; capacity and ttl are known from a configuration alone."""
+    """Usage of one tier's directories together; only a configuration tells capacity and ttl."""
     disks = dict(look["disk"] for look in looks).values()
     tenants = Counter[str]()
     for look in looks:
@@ -224,7 +224,7 @@ def _shard(shard: dict[str, Any]) -> str:
 
 
 def _stored_as(facts: object) -> str:
-    """What the pages went through, and with which key."""
+    """The transforms of the pages, and the key's id."""
     if not isinstance(facts, dict):
         return "-"
     return ", ".join(str(facts[name]) for name in ("seal", "key", "codec", "room") if facts.get(name)) or "-"
@@ -242,7 +242,7 @@ _OTHER_KINDS = {
     "unsealed": "are whole and have no seal: this tier does not serve them",
     "sealed_otherwise": "are whole and sealed with another key or in another mode: this tier does not serve them",
 }
-"""What a page may be that is neither bad nor plainly good, as ``verify`` counts and says it."""
+"""What ``verify`` calls a page that is neither bad nor fully verified."""
 
 
 class StoredSeals:
@@ -265,7 +265,7 @@ class StoredSeals:
                 self._forms |= {form.identity: form for form in transforms.forms(identity, document).all}
 
     def kind(self, key: bytes, payload: memoryview) -> str:
-        """As what the page ``key``, whose checksum fits, is counted. Raises FormatError for one that is bad."""
+        """Return how the page ``key``, whose checksum fits, is counted. Raises FormatError for a bad page."""
         identity = key[:IDENTITY_LENGTH]
         if self._seal is None:
             document = load_document(self._directory, identity) or {}
@@ -284,7 +284,7 @@ class StoredSeals:
 
 
 def _by_its_document(stored_as: object, payload: memoryview) -> str:
-    """As what a page is counted where no keys are given, by what its identity's document says."""
+    """Return how a page is counted without keys, according to its identity's document."""
     if not isinstance(stored_as, dict):
         return "good"
     header = headers.decode(payload)
@@ -390,7 +390,7 @@ def _look_at(inspector: Inspector, page: StoredPage, seals: StoredSeals) -> str 
 
 
 def _remove(editor: PathStore, bad: Mapping[bytes, bytes | None]) -> int:
-    """How many were there. Of whole pages that copy alone which was seen."""
+    """Remove pages; return how many were there. Of an intact page only the copy that was seen is removed."""
     removed = editor.remove_copies({key: copy for key, copy in bad.items() if copy is not None})
     others = [key for key, copy in bad.items() if copy is None]
     for first in range(0, len(others), _REMOVE_BATCH):
@@ -494,7 +494,7 @@ def clear_command(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(groups: list[Group], arguments: argparse.Namespace) -> list[Group]:
-    """What ``clear`` is to remove. Raises ConfigError if that is ambiguous."""
+    """Return what ``clear`` is to remove. Raises ConfigError if that is ambiguous."""
     if arguments.all:
         return groups
     if arguments.model is not None:

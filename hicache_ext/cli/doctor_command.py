@@ -266,7 +266,7 @@ def setting_findings(checked: ExtraConfig, *, inline: bool) -> Iterator[Finding]
 
 
 def _events(config: HicacheExtConfig) -> Finding:
-    """Yield findings on what KV-aware routers learn about the tiers."""
+    """Check what KV-aware routers learn about the tiers."""
     if config.events is None:
         seen = "KV-aware routers learn nothing of the tiers, and SGLang's /get_hicache_l3_cache_layout answers disabled"
         return Finding("events", Level.OK, f"off: {seen} (docs/pd.md)")

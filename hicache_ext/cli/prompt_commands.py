@@ -190,7 +190,7 @@ _PAGE_SIZE = argument("--page-size", type=int, help="tokens per page; left out: 
     problem="it was not followed: too many leases, or nothing there that takes hints",
 )
 def hint_command(arguments: argparse.Namespace) -> int:
-    """Do at once what a request would have asked a server for (serving/kv_hints.py)."""
+    """Do immediately what a request could ask a server to do (serving/kv_hints.py)."""
     config = load_config(arguments.config)
     size = arguments.page_size or _page_size(_directories(arguments.config))
     seconds = 3600.0 if arguments.duration is None else parse_duration(arguments.duration, "--for")
@@ -292,7 +292,7 @@ def pins_command(arguments: argparse.Namespace) -> int:
 
 
 def _directories(named: str, *, keys: bool = False) -> dict[Path, Target]:
-    """Those of the file tiers of a configuration, or the one that was named. Raises StoreError."""
+    """Return the directories of a configuration's file tiers, or the one that was named. Raises StoreError."""
     found = {directory: target for target in targets(named, keys=keys) for directory in target.directories}
     for directory in found:
         if layout_in(directory) is None:

@@ -55,7 +55,7 @@ QUICK_LENGTHS = (600, 2000)
 """Tokens of the prompts, as far as the server takes them."""
 AT_ONCE = 8
 TAIL = 64
-"""So many tokens at the end of a prompt are computed in every run, with their log-probabilities."""
+"""Tokens at the end of a prompt that every run computes, with their log-probabilities."""
 ANSWER = 32
 _SIDE = 168
 """Pixels of an image."""
@@ -68,7 +68,7 @@ _ROUNDING = 1e-4
 """Nats that are rounding by any measure, where computing twice happened to make no difference: in float32, batches of
 other sizes differ by about 1e-5."""
 _NO_NUMBER = 1e9
-"""How far NaN lies from any log-probability, in nats."""
+"""The distance assigned between NaN and any log-probability, in nats."""
 EQUAL, WITHIN, DIFFERENT, NOT_SHOWN = "equal to the bit", "equal within the spread", "DIFFERENT", "not shown"
 LOSSY = "lossy, not judged"
 _WORST, _MEAN = 4.0, 2.0
@@ -205,7 +205,7 @@ def _say(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two answers to one prompt lie apart, over ``tokens`` log-probabilities (nats)."""
+    """The distance between two answers to one prompt over ``tokens`` log-probabilities, in nats."""
 
     tokens: int = 0
     first: int | None = None
@@ -214,7 +214,7 @@ class Difference:
     mean: float = 0.0
     answer_tokens: int = 0
     equal_tokens: int = 0
-    """Of the answer, before the first token that differs."""
+    """Tokens of the answer before the first one that differs."""
 
     @property
     def none(self) -> bool:
@@ -275,13 +275,13 @@ class Case:
     spread: Difference = Difference()
     restored: Difference = Difference()
     restored_tokens: int = 0
-    """From storage, least of all prompts."""
+    """Tokens from storage: the minimum over all prompts."""
     lossy: bool = False
     """The server has counted pages of a lossy codec, in this case or another one."""
     restarted: bool = False
     read_bytes: float = 0.0
     read_seconds: float = 0.0
-    """Of all tiers' own calls for what was restored, in all processes; 0 without ``--enable-metrics``."""
+    """Both of all tiers' own calls for the restored pages, in all processes; 0 without ``--enable-metrics``."""
     strange_tokens: int = 0
     """Tokens of prompts that nobody had asked under these names, and that were not computed: names are mixed up."""
     computed_seconds: float = 0.0
@@ -303,13 +303,13 @@ class Case:
 
     @property
     def is_shown(self) -> bool:
-        """Whether most of every prompt came from storage, of which its end never does: of the rest nothing is shown."""
+        """Whether most of every prompt, but for its end, came from storage; nothing is proven of the rest."""
         return self.restored_tokens > 0 and 2 * self.restored_tokens >= self.prompt_tokens - TAIL
 
 
 @dataclass(slots=True)
 class Proof:
-    """What was found out about a server."""
+    """The findings about one server."""
 
     facts: dict[str, Any]
     cases: list[Case] = field(default_factory=list)
@@ -451,7 +451,7 @@ class _Asked:
     def __init__(self, server: SglangClient, salt: str) -> None:
         self._server, self._salt, self._chance = server, salt, random.Random(salt)
         self._read: Sequence[float] = (0.0, 0.0, 0.0)
-        """What ``reads`` has to subtract."""
+        """The baseline that ``reads`` subtracts."""
         self.info: Mapping[str, Any] = json.loads(server.get("/server_info"))
         texts = tomllib.loads(Path(__file__).with_name("texts.toml").read_text("utf-8"))
         lines = [line for text in texts.values() for line in text.splitlines() if line.strip()]

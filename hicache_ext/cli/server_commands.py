@@ -68,7 +68,7 @@ class Samples:
         return sum(self.each(name, **labels))
 
     def each(self, name: str, **labels: str) -> list[float]:
-        """All samples of ``name`` that have these labels."""
+        """Return all samples of ``name`` that have these labels."""
         return [self.values[key] for key in self._matching(name, labels)]
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
@@ -174,7 +174,7 @@ _OF_TENANTS = {"read_pages": "hits", "evicted_pages": "evicted", "refused_pages"
 
 
 def _tenants(grown: Samples, now: Samples, tier: str) -> dict[str, dict[str, float]]:
-    """By tenant: what it has, which each rank tells of the whole directory, and its counts over all ranks."""
+    """Return each tenant's usage, which every rank reports for the whole directory, and its counts over all ranks."""
     levels, names = ("pages", "bytes"), sorted(now.by("reason", f"{PREFIX}tenant_pages", tier=tier))
     return {
         name: {at: max(now.each(f"{PREFIX}tenant_{at}", tier=tier, reason=name), default=0.0) for at in levels}
@@ -187,7 +187,7 @@ def _tenants(grown: Samples, now: Samples, tier: str) -> dict[str, dict[str, flo
 
 
 def _beside(grown: Samples, now: Samples, name: str) -> dict[str, Any]:
-    """What counts beside the tiers (the pull rule, a recording, the copy engines): by reason, or a gauge."""
+    """Return what is counted outside the tiers (pull rule, recording, copy engines): by reason, or a gauge."""
     told: dict[str, Any] = {}
     for metric in sorted({metric for metric, labels in now.values if dict(labels).get("tier") == name}):
         title = metric.removeprefix(PREFIX).removesuffix("_total")
@@ -200,7 +200,7 @@ def _beside(grown: Samples, now: Samples, name: str) -> dict[str, Any]:
 
 
 def _up(now: Samples, tier: str) -> str:
-    """Whether every rank reaches the tier and uses it."""
+    """Return whether every rank reaches the tier and uses it."""
     ups = now.each(f"{PREFIX}tier_up", tier=tier)
     if not ups:
         return "" if tier == "all" else "-"
@@ -364,7 +364,7 @@ def _not_serving(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def metrics_url(text: str) -> str:
-    """Where the server at this address has its metrics. Raises ConfigError with a sentence."""
+    """Return the URL of the server's metrics. Raises ConfigError with a sentence."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urllib.parse.urlsplit(url)
@@ -476,7 +476,7 @@ def facts_of(path: Path) -> dict[str, Any] | None:
 
 
 def _asked(facts: Mapping[str, Any], *, only_check: bool) -> dict[str, Any]:
-    """What one process answered, as ``--json`` has it. Two containers may both have its number."""
+    """Return one process's answer for ``--json``. Its pid is not unique: another container may have the same one."""
     process = str(facts["pid"])
     try:
         if "file" not in facts:

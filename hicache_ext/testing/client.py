@@ -42,7 +42,7 @@ class Generation:
 
 
 class SglangClient:
-    """The server at ``url``, asked with these headers. Any number of threads may ask at once."""
+    """A client of the server at ``url`` that sends these headers. Any number of threads may use it concurrently."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url.rstrip("/")

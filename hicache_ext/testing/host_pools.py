@@ -100,7 +100,7 @@ def mha_device_pool(
 
 
 def make_storage_config(**overrides: Any) -> Any:
-    """What SGLang gives a storage backend: its HiCacheStorageConfig of a plain single-rank MHA model."""
+    """Return the HiCacheStorageConfig that SGLang passes to a storage backend for a plain single-rank MHA model."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     facts: dict[str, Any] = {

@@ -71,7 +71,7 @@ def make_small_model(path: str | os.PathLike[str]) -> Path:
 
 
 def arguments_to_serve() -> tuple[str, ...]:
-    """What a server of this model, or of a tiny one, is to be given so that its answers can be compared.
+    """Return the arguments with which a server of this model, or of a tiny one, gives comparable answers.
 
     In 16 bits other batch shapes round differently, and that can turn into other tokens, whatever the cache; in 32 bits
     answers must be equal. Attention for GPUs has no 32 bits.

@@ -74,7 +74,7 @@ class TorchAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
 
 def _seen(first: int, length: int, new: int, window: int) -> torch.Tensor:
-    """Which of the tokens ``first`` to ``length`` each of the last ``new`` attends to; bool, [new, length - first]."""
+    """Return which of the tokens ``first`` to ``length`` the last ``new`` attend to: bool[new, length - first]."""
     query_at = torch.arange(length - new, length).unsqueeze(1)
     key_at = torch.arange(first, length).unsqueeze(0)
     seen = key_at <= query_at

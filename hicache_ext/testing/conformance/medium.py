@@ -1,4 +1,4 @@
-"""What a store stands on, seen past the store: the one thing that a tier's author writes for the suite.
+"""The medium under a store, accessed behind its back: all that a tier's author writes for the suite.
 
 Nothing here is optional. A case that cannot hold for a tier is left out by a declared property alone, and another case
 checks the declaration: of a tier that declares ``shared = False`` it is shown that another machine does not see its
@@ -26,12 +26,12 @@ class Medium(ABC):
     @property
     @abstractmethod
     def type(self) -> str:
-        """What ``describe().type`` has to say. A class attribute will do, as for everything declared here."""
+        """The expected ``describe().type``. A class attribute will do, as for everything declared here."""
 
     @property
     @abstractmethod
     def shared(self) -> bool:
-        """Whether other machines see the same pages. If so, ``open_over_a_damaging_path`` is needed, too."""
+        """Whether other machines see the same pages; if so, ``open_over_a_damaging_path`` is required."""
 
     between_processes: bool = True
     """Other processes of this machine see the same pages, and the pages outlive the process that wrote them."""
@@ -44,7 +44,7 @@ class Medium(ABC):
     has ``wait_until_written(timeout)``."""
 
     makes_room_when_full: bool = False
-    """On a full medium cold pages go for new ones, also where the medium then takes none."""
+    """Whether cold pages are evicted for new ones on a full medium, even if it then takes none."""
 
     clears_at_once: bool = True
     """clear() takes an identity out of every process's sight in one step, also if it is killed then."""
@@ -59,7 +59,7 @@ class Medium(ABC):
     """Bytes of payload. Less where the store refuses smaller pages than this."""
 
     copies: int = 1
-    """How many of the store's tiers keep, and count, each page."""
+    """In how many of the store's tiers each page is kept and counted."""
 
     start_method: ClassVar[str] = "forkserver"
     """How other processes are started (``multiprocessing``): "spawn" where the environment of this process counts,

@@ -48,7 +48,7 @@ Damage = Callable[[bytes, bytes], bytes]
 
 
 def _rewrite(**wrong: object) -> Damage:
-    """The same page with ``wrong`` header fields under a header checksum that holds."""
+    """Return the same page with ``wrong`` header fields under a valid header checksum."""
 
     def rewrite(key: bytes, stored: bytes) -> bytes:
         page = read_page_object(stored)
@@ -138,7 +138,7 @@ class PageStoreCases:
         monkeypatch.setattr(path_store, "SCRUB_AFTER", math.inf)
 
     def count(self, store: PageStore, event: str, reason: str | None = None) -> int:
-        """How often ``event`` was counted in the metrics of the store, or of the stores it is made of."""
+        """Return how often ``event`` was counted by the store, or by the stores it consists of."""
         tiers: Sequence[PageStore] = getattr(store, "tiers", [store])
         return sum(tier.metrics.total(event) if reason is None else tier.metrics.value(event, reason) for tier in tiers)
 
@@ -605,7 +605,7 @@ class PageStoreCases:
         return sum(self.count(store, event) for event in ("error", "timeout", "rejected", "failure"))
 
     def _works_again(self, store: PageStore) -> None:
-        """As soon as the medium does: guards and paths out of service may take a while to come back."""
+        """The store recovers with its medium; guards and paths out of service may take a while."""
         deadline = time.monotonic() + self.patience
         for attempt in range(1_000_000):
             keys = page_keys(3, f"afterwards-{attempt}")

@@ -287,7 +287,7 @@ class PageStoreTests(PageStoreCases):
             assert read_pages(each, keys)[0] == [GetResult.MISS] * 10
 
     def test_a_page_is_absent_until_it_is_whole(self, store: PageStore, other: PageStore, medium: Medium) -> None:
-        """What a reader sees meanwhile is what a kill -9 would leave."""
+        """What a concurrent reader sees is what a kill -9 would leave."""
         sizes = cut(min(_LARGE, medium.largest_page), 2)
         for number in range(4):
             key = page_key(f"large {number}")
@@ -359,7 +359,7 @@ class PageStoreTests(PageStoreCases):
     def test_of_a_page_that_another_store_has_replaced_the_new_copy_stays(
         self, store: PageStore, other: PageStore
     ) -> None:
-        """Where a store can remove a page as long as it is the copy that somebody has seen (``RemovesCopies``)."""
+        """For stores that remove a page only if it is still the copy that was seen (``RemovesCopies``)."""
         compares = getattr(type(store), "_remove_copies", None) is not TierStore._remove_copies
         if not compares or not isinstance(store, RemovesCopies):
             pytest.skip("declared: it cannot compare copies; another case shows it")
@@ -453,7 +453,7 @@ def _batch(name: str, number: int) -> list[bytes]:
 
 
 def _look_and_store(theirs: list[bytes], ours: list[bytes], store: PageStore) -> Iterator[list[bool]]:
-    """Which of their pages are there; those that are have to be whole. Then ours are."""
+    """Return which of the other process's pages are present; those must be whole. Then ours are checked."""
     results = assert_whole(store, theirs, _SIZES)
     present = store.contains(theirs)
     assert [result is GetResult.HIT for result in results] == present
@@ -478,7 +478,7 @@ def _write_batches(name: str, store: PageStore) -> Iterator[list[bytes]]:
 # -- another process over the same medium ------------------------------------------------------------------------------
 
 Work = Callable[[PageStore], Iterator[Any]]
-"""What the other process does with its store: a generator function of a module."""
+"""The other process's work on its store: a module-level generator function."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hicache_ext.storage.contract.store import GetResult, PageBatch, PageStore, 
 IDENTITY = bytes(range(16))
 """The first 16 bytes of most keys of the suite."""
 OTHER_IDENTITY = bytes(range(16, 32))
-"""Those of pages that must never be taken for the others."""
+"""An identity whose pages must never be taken for those of ``IDENTITY``."""
 
 _GUARD = b"\xa5" * 64
 
@@ -62,7 +62,7 @@ class HostPages:
         assert offset == len(payload), "the page and its payload differ in size"
 
     def payload(self, page: int) -> bytes:
-        """What the segments of a page hold, one behind the other."""
+        """Return the concatenated contents of a page's segments."""
         return b"".join(self.buffers[page])
 
     def snapshot(self) -> list[bytes]:
@@ -70,7 +70,7 @@ class HostPages:
         return [bytes(arena) for arena in self._arenas]
 
     def assert_guards_intact(self) -> None:
-        """Fails if a byte beside a segment was changed."""
+        """Fail if a byte outside the segments was changed."""
         for arena, segments in zip(self._arenas, self.buffers, strict=True):
             position = 0
             for segment in [*segments, None]:

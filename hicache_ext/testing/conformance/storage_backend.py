@@ -1,4 +1,4 @@
-"""What SGLang relies on in a storage backend, as tests. For any HiCacheStorage, ours or another.
+"""Tests of what SGLang relies on in a storage backend. For any HiCacheStorage, ours or another.
 
 A backend's test file:
 
@@ -32,7 +32,7 @@ from hicache_ext.testing.sglang_cpu import prepare_process
 PAGE_SIZE = 16
 """Tokens."""
 PAGES = 16
-"""Of the host pool, beside the one that SGLang adds."""
+"""Pages of the host pool, besides the one that SGLang adds."""
 
 
 def page_keys(count: int, chain: str = "a") -> list[str]:
@@ -96,7 +96,7 @@ class StorageBackendTests:
     """False: pages are copied to flat tensors and given to the generic calls."""
 
     kv_dtype: str | None = None
-    """What ``--kv-cache-dtype`` would say in a server, where a test uses fp8 pools (SGLang keeps them as uint8)."""
+    """The server's ``--kv-cache-dtype`` when a test uses fp8 pools, which SGLang keeps as uint8."""
 
     def open_backend(self, directory: Path, storage_config: Any) -> Any:
         """A backend that keeps its pages under ``directory`` (or a namespace derived from it)."""
