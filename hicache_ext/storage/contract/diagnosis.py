@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from hicache_ext import native
-
 
 class Level(enum.Enum):
     """How bad a finding is. With an ERROR the doctor's exit code is 1."""
@@ -33,6 +31,8 @@ class Finding:
 
 def moves_of(page: str) -> Finding:
     """Return a finding on whether native code moves pages. ``page`` of the documentation has the details."""
+    from hicache_ext import native  # It imports numpy, which configurations do without.
+
     why = native.why_not()
     if why is None:
         return Finding("pages", Level.OK, "move in native code")
