@@ -103,7 +103,7 @@ class Target:
     capacity: int | None = None
     ttl: float | None = None
     transforms: Transforms | None = None
-    """Of its pages; a directory alone does not tell."""
+    """The transforms of its pages, which a directory alone does not tell."""
     tenants: Sequence[str] = ()
 
 

@@ -123,7 +123,7 @@ def _missing_packages_named(name: str, kind: TierType) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package == "hicache_ext":
             raise
-        is_of_others = package not in ("", type(kind).__module__.partition(".")[0])
+        is_of_others = package != type(kind).__module__.partition(".")[0]
         remedies = [kind.install] if kind.install and is_of_others else []
         raise StoreSetupError(name, f"a package that it needs cannot be imported ({error})", remedies) from error
 

@@ -23,7 +23,7 @@ def test_a_call_without_time_takes_no_node_down(server, open_store) -> None:
     talk = partial(page_calls.ask_integers, word=b"EXISTS")
     for idle in (True, False):
         if not idle:
-            node._drop()
+            node._close_idle()
         call.finish(None)
         store._run([call], talk, time.monotonic() - 0.01, GetResult)
         assert call.result is GetResult.TIMEOUT and call.reason == "timeout"

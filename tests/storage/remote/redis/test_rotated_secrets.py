@@ -60,7 +60,7 @@ def test_certificates_that_were_exchanged_in_their_files_are_used_without_a_rest
                 wait_for_hits(store, keys)
             # Amid an exchange a certificate and a key may not fit; what was there before is used.
             volume.update({**texts["new"], "tls.key": texts["old"]["tls.key"]})
-            store._topology.nodes[0]._drop()
+            store._topology.nodes[0]._close_idle()
             assert store.contains(keys) == [True] * 8
             (said,) = {record.getMessage() for record in caplog.records if "TLS" in record.getMessage()}
             assert "cannot be used" in said and "going on with those that were there" in said
